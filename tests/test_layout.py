@@ -1,0 +1,99 @@
+"""The house rules that a reader relies on: imports flow one way, the README's tree is the disk, kernels/ is no package."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+ALLOWED = {
+    "trainer.kernels": {"trainer.kernels"},
+    "trainer.config": set(),
+    "trainer.quantizer": {"trainer.kernels"},
+    "trainer.linear": {"trainer.quantizer", "trainer.kernels"},
+    "trainer.lora": {"trainer.linear", "trainer.quantizer", "trainer.kernels", "trainer.config"},
+    "trainer.sources": {"trainer.sources", "trainer.config"},
+    "trainer.model": {"trainer.sources", "trainer.lora", "trainer.linear", "trainer.quantizer", "trainer.config"},
+    "trainer.objective": {"trainer.kernels"},
+    "trainer.data": {"trainer.data", "trainer.config"},
+    "trainer.optim": {"trainer.config"},
+    "trainer.metrics": {"trainer.config"},
+    "trainer.checkpoint": {"trainer.config"},
+    "trainer.export": {"trainer.config", "trainer.model", "trainer.quantizer"},
+    "trainer.evaluate": {"trainer.evaluate", "trainer.data", "trainer.objective"},
+    "trainer.loop": {
+        *("trainer.checkpoint", "trainer.config", "trainer.data", "trainer.metrics", "trainer.objective"),
+        "trainer.optim",
+    },
+}
+"""Module or folder -> what it may import of ours. finetune, __main__ and scripts/ may import everything."""
+
+
+def modules() -> list[Path]:
+    return sorted([*ROOT.glob("trainer/**/*.py"), *ROOT.glob("kernels/*.py")])
+
+
+def group_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "trainer.kernels" if parts[0] == "kernels" else ".".join(parts[:2])
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of ours that a file imports, as the groups of ALLOWED."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" if node.module == "trainer" else node.module for alias in node.names}
+    return {".".join(name.split(".")[:2]) for name in names if name.split(".")[0] == "trainer"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_flow_one_way(path):
+    group = group_of(path)
+    if group in ("trainer.__init__", "trainer.__main__", "trainer.finetune"):
+        return
+    assert group in ALLOWED, f"{path} has no place in the import order; add it to ALLOWED and docs/decisions.md"
+    assert imported(path) <= ALLOWED[group]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("kernels/*.py")), ids=lambda path: path.name)
+def test_kernels_import_only_torch_triton_numpy(path):
+    foreign = {"transformers", "peft", "accelerate", "datasets", "hydra", "omegaconf", "bitsandbytes", "safetensors"}
+    assert not {name.split(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(), re.M)} & foreign
+
+
+def test_kernels_is_no_package():
+    """Hugging Face libraries probe for a package named `kernels`; a folder with __init__.py would be executed."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_only_the_top_package_has_an_init():
+    assert [str(path.relative_to(ROOT)) for path in ROOT.glob("trainer/**/__init__.py")] == ["trainer/__init__.py"]
+
+
+def test_wheel_lists_every_folder():
+    listed = set(re.findall(r'^    "(trainer[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.M))
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("trainer/**/*.py")}
+    assert listed == folders | {"trainer.kernels", "trainer.conf"}
+
+
+def test_readme_tree_is_the_disk():
+    """Each file of the product stands in the README's tree, and each line of the tree is on disk."""
+    block = re.search(r"```\n(train\.py .*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
+    tree, folders = set(), []
+    for line in block.splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        folders = folders[:depth] + [name.rstrip("/")]
+        if not name.endswith("/"):
+            tree.add("/".join(folders))
+    product = ("trainer/**/*.py", "kernels/*.py", "kernels/cpp/*", "conf/**/*.yaml", "scripts/*.py", "notebooks/*.ipynb")
+    disk = {str(path.relative_to(ROOT)) for pattern in ("train.py", *product) for path in ROOT.glob(pattern)}
+    assert tree == disk
+
+
+def test_no_module_is_a_drawer_without_a_label():
+    assert not {path.stem for path in modules()} & {"utils", "helpers", "common", "misc", "manager"}

@@ -1,0 +1,36 @@
+"""lowbit: fine-tune language models in 4 bits and serve exactly what was trained.
+
+Public names load on first use (PEP 562), so that `import trainer` costs nothing and a mistake in a
+config is answered before torch is imported. In a checkout `kernels/` and `conf/` lie beside this
+package; they are mounted here as `trainer.kernels` and `trainer.conf`, as a wheel has them.
+"""
+
+from importlib import import_module
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Config": "trainer.config",
+    "load_config": "trainer.config",
+    "UserError": "trainer.config",
+    "finetune": "trainer.finetune",
+    "Quantizer": "trainer.quantizer",
+    "QuantizedTensor": "trainer.quantizer",
+    "QuantLinear": "trainer.linear",
+    "load_model": "trainer.model",
+}
+__all__ = ["__version__", *_PUBLIC]
+
+if not (Path(__file__).parent / "kernels").is_dir():
+    __path__.append(str(Path(__file__).parent.parent))
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

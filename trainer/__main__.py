@@ -1,0 +1,101 @@
+"""The command line: `python train.py conf=qlora key=value ...` in a checkout, `python -m trainer` or `lowbit` from a wheel.
+
+Hydra owns parsing, sweeps and help. The overrides of a single run are composed once before Hydra starts, so that a
+mistake is one line in the first second and leaves no folder behind.
+"""
+
+import logging
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from trainer.config import CONF_DIR, UserError, find_run, load_config, recipes, register_configs, to_config
+
+log = logging.getLogger("trainer")
+
+
+def main() -> None:
+    """Run the command line; exits with 2 after a user's mistake, 1 after a failed run, 130 after Ctrl-C."""
+    overrides = sys.argv[1:]
+    if not overrides:
+        sys.exit(_recipes())
+    if not any(item.startswith("-") for item in overrides):
+        try:
+            load_config(*overrides)
+        except UserError as error:
+            sys.exit(_fail(error))
+    register_configs()
+    OmegaConf.register_new_resolver("lowbit_run_dir", _run_dir, use_cache=True, replace=True)
+    hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(_run)()
+
+
+def _run(composed: DictConfig) -> None:
+    """One run: compose, fine-tune, and one clear line when it ends early."""
+    hydra_config = HydraConfig.get()
+    logging.captureWarnings(True)
+    try:
+        config = load_config(*hydra_config.overrides.task) if composed.resume else to_config(composed)
+        config.output_dir = os.path.relpath(hydra_config.runtime.output_dir)
+        from trainer.finetune import finetune  # here, so that a mistake is answered before torch loads
+        from trainer.loop import Interrupted, TrainingDiverged
+
+        try:
+            finetune(config)
+        except TrainingDiverged as error:
+            log.error("%s", error)
+            sys.exit(1)
+        except Interrupted as stop:
+            log.warning("stopped; %s is saved. Go on with: %s resume=%s", stop.checkpoint, _command(), config.output_dir)
+            sys.exit(130)
+    except UserError as error:
+        code = _fail(error)
+        _discard_if_empty(Path(hydra_config.runtime.output_dir))
+        sys.exit(code)
+    finally:
+        if hydra_config.mode is RunMode.MULTIRUN:
+            logging.captureWarnings(False)
+
+
+def _run_dir(output_dir: str | None, resume: str | None, recipe: str | None) -> str:
+    """Where Hydra puts the run: the resumed folder, `output_dir`, or outputs/<recipe>/<date>_<time>."""
+    if resume:
+        return str(find_run(resume))
+    if output_dir:
+        return output_dir
+    stamp = Path("outputs", str(recipe), datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+    return str(next(path for n in range(1, 1000) if not (path := stamp.with_name(f"{stamp.name}_{n}" if n > 1 else stamp.name)).exists()))
+
+
+def _recipes() -> int:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print("Fine-tune a language model in 4 bits:  python train.py conf=<recipe> \\[key=value ...]\n")
+    for name, header in recipes().items():
+        console.print(f"  conf={name:<12} {header}")
+    console.print("\nEvery key and its default: python train.py --help")
+    return 2
+
+
+def _fail(error: UserError) -> int:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False, style="red")
+    return 2
+
+
+def _command() -> str:
+    return "python train.py" if Path(sys.argv[0]).name == "train.py" else "python -m trainer"
+
+
+def _discard_if_empty(folder: Path) -> None:
+    """Remove the run folder that Hydra made for a run that never began."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+if __name__ == "__main__":
+    main()

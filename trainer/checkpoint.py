@@ -1,0 +1,141 @@
+"""Checkpoints that are whole or absent.
+
+    <run folder>/checkpoints/step_<n>/   trainable.safetensors   what is trained, float32
+                                         optimizer.pt            the optimizer's state
+                                         rng_<rank>.pt           each process's random generators
+                                         state.json              step and totals, base and data hashes
+
+A checkpoint is written to a hidden folder beside its place, flushed to disk and renamed; one that a crash cut short
+keeps the hidden name and is never picked up. Data order and learning rate are functions of the step and need no file.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from trainer.config import UserError, require
+
+
+@dataclass
+class TrainState:
+    """Where a run stands. `step` counts finished optimizer steps."""
+
+    step: int = 0
+    tokens: int = 0
+    """Tokens trained on so far, padding not counted."""
+    train_s: float = 0.0
+    """Seconds spent in training steps so far."""
+    wall_s: float = 0.0
+    """Seconds since the run began, all its sessions added up."""
+    eval_loss_base: float | None = None
+    world_size: int = 1
+    base_sha256: str = ""
+    data_sha256: str = ""
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = [path for path in (run_dir / "checkpoints").glob("step_*") if (path / "state.json").is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def save_checkpoint(
+    run_dir: Path,
+    state: TrainState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    *,
+    keep: int,
+) -> Path:
+    """Write the checkpoint of `state.step` and prune older ones, leaving `keep`; every process calls this."""
+    folder = run_dir / "checkpoints"
+    target, partial = folder / f"step_{state.step}", folder / f".step_{state.step}.partial"
+    if target in checkpoints(run_dir):  # resume is exact, so it holds these very values
+        return target
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    torch.save(_rng_state(), partial / f"rng_{accelerator.process_index}.pt")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        save_file(_trainable(model), partial / "trainable.safetensors")
+        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+        (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
+        for path in (*partial.iterdir(), partial):
+            _flush(path)
+        partial.rename(target)
+        _flush(folder)
+        for old in checkpoints(run_dir)[:-keep]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+    return target
+
+
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, *, expected: TrainState
+) -> TrainState:
+    """Put a checkpoint into model, optimizer and random generators; returns where the run stands.
+
+    expected  what this run has; world size and hashes must equal the checkpoint's
+    raises    UserError if base weights, data, processes or adapter are not those of the checkpoint
+    """
+    state = TrainState(**json.loads((path / "state.json").read_text()))
+    for name, what in (
+        ("base_sha256", "the base model's packed weights"),
+        ("data_sha256", "the training data, tokenizer or chat template"),
+        ("world_size", "the number of processes"),
+    ):
+        now, then = getattr(expected, name), getattr(state, name)
+        require(
+            now == then,
+            f"{path}: {what} changed since this checkpoint ({str(then)[:12]} then, {str(now)[:12]} now); "
+            "restore it, or start a new run without resume",
+        )
+    _load_trainable(path / "trainable.safetensors", model)
+    optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True))
+    _restore_rng(torch.load(path / f"rng_{accelerator.process_index}.pt", weights_only=True))
+    return state
+
+
+def _trainable(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: param.detach().cpu().contiguous() for name, param in model.named_parameters() if param.requires_grad
+    }
+
+
+@torch.no_grad()
+def _load_trainable(path: Path, model: nn.Module) -> None:
+    saved, params = load_file(path), {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if saved.keys() != params.keys() or any(saved[name].shape != param.shape for name, param in params.items()):
+        raise UserError(f"{path} holds other tensors than this run trains; resume with the config of that run")
+    for name, param in params.items():
+        param.copy_(saved[name])
+
+
+def _rng_state() -> dict[str, torch.Tensor | list[torch.Tensor]]:
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+
+
+def _restore_rng(state: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
+    torch.set_rng_state(state["cpu"])
+    torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _flush(path: Path) -> None:
+    """fsync a file or a folder (Linux and macOS; Windows cannot open folders and orders renames itself)."""
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

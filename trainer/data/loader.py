@@ -1,0 +1,138 @@
+"""Which rows a step takes, and how they become tensors.
+
+The last stop of the data before the loop. The order is a pure function of (seed, step): no iterator has a state,
+so resuming at step s needs the number s and nothing else, in any epoch and after any kill.
+
+      epoch 0, shuffled        epoch 1, shuffled anew
+    | 4 1 0 3 2 5 6        |  2 0 6 5 1 4 3        | ...
+    |--step 0--|--step 1--|--step 2--|--step 3--| ...        a step may span two epochs
+
+Every rank gets the same number of micro-batches in every step, some of them empty in a short last step, because
+ranks wait for each other in each backward pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The order of a run's data. Runs with equal seed, rows and rows a step agree on it, however ranks share a step."""
+
+    num_rows: int
+    """Rows of the training set."""
+    batch_size: int
+    """Rows one rank takes in one micro-batch."""
+    grad_accum_steps: int
+    """Micro-batches one rank takes in one step."""
+    world_size: int
+    """Ranks."""
+    seed: int
+    """Chooses the order; 0..2**32 - 1."""
+    epochs: float = 1.0
+    """Passes over the data, rounded to whole rows, when `max_steps` is None."""
+    max_steps: int | None = None
+    """Steps, each of them full; the data starts over as often as needed."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_rows", "batch_size", "grad_accum_steps", "world_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; give at least 1")
+        if self.epochs <= 0 or (self.max_steps is not None and self.max_steps < 1):
+            raise ValueError(f"epochs={self.epochs}, max_steps={self.max_steps}; give numbers above 0")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a full step, over all ranks."""
+        return self.batch_size * self.grad_accum_steps * self.world_size
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of the whole run, repeats counted."""
+        if self.max_steps is not None:
+            return self.max_steps * self.rows_per_step
+        return max(1, round(self.epochs * self.num_rows))
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return -(-self.total_rows // self.rows_per_step)
+
+    def row_ids(self, step: int) -> list[int]:
+        """The rows of a step, over all ranks; fewer than `rows_per_step` only in the last step.
+
+        step     0 <= step < num_steps
+        returns  row numbers in 0..num_rows - 1
+        raises   IndexError for a step outside the run
+        """
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} is outside this run of {self.num_steps} steps")
+        first = step * self.rows_per_step
+        positions = range(first, min(first + self.rows_per_step, self.total_rows))
+        places = (divmod(position, self.num_rows) for position in positions)
+        return [int(_epoch_order(self.num_rows, self.seed, epoch)[index]) for epoch, index in places]
+
+    def micro_batches(self, step: int, rank: int) -> list[list[int]]:
+        """The rows that one rank takes in a step.
+
+        rank     0 <= rank < world_size
+        returns  `grad_accum_steps` lists of `batch_size` row numbers; shorter or empty at the end of a short last step
+        """
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is outside world_size={self.world_size}")
+        rows = self.row_ids(step)
+        starts = [(micro * self.world_size + rank) * self.batch_size for micro in range(self.grad_accum_steps)]
+        return [rows[start : start + self.batch_size] for start in starts]
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    # Raw Philox numbers and a stable sort, for numpy promises never to change these; `permutation` it may change,
+    # and a resumed run would read other rows after an upgrade.
+    draws = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_rows)
+    return np.argsort(draws, kind="stable")
+
+
+def collate(
+    rows: Sequence[dict[str, Any]], pad_token_id: int, device: torch.device | str | None = None
+) -> dict[str, Tensor]:
+    """Pad rows to one length on the right. Causal attention needs no mask then: no real token looks at a pad.
+
+    rows     `input_ids` and `labels` of equal length each; no rows give one pad token without a target, so that a
+             rank whose share of a short step is empty still runs its backward pass, with a zero gradient
+    returns  input_ids [B, T] int64 padded with pad_token_id, labels [B, T] int64 padded with -100. Pads are
+             known by position, so a pad that is also EOS does not hide the EOS to be learned
+    """
+    rows = rows or [{"input_ids": [pad_token_id], "labels": [IGNORED]}]
+    return {
+        "input_ids": _pad([row["input_ids"] for row in rows], pad_token_id).to(device),
+        "labels": _pad([row["labels"] for row in rows], IGNORED).to(device),
+    }
+
+
+def _pad(sequences: list[Sequence[int]], value: int) -> Tensor:
+    padded = torch.full((len(sequences), max(map(len, sequences))), value, dtype=torch.int64)
+    for line, sequence in zip(padded, sequences, strict=True):
+        line[: len(sequence)] = torch.as_tensor(sequence)
+    return padded
+
+
+def eval_batches(num_rows: int, lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Cut an evaluation set into batches of similar length, the longest first: memory runs out at once or never.
+
+    lengths  tokens of each row
+    returns  row numbers, each of 0..num_rows - 1 once; only the last batch may be smaller than batch_size
+    raises   ValueError when `lengths` has not num_rows entries
+    """
+    if len(lengths) != num_rows or batch_size < 1:
+        raise ValueError(f"num_rows={num_rows}, {len(lengths)} lengths, batch_size={batch_size}; give a length a row")
+    order = sorted(range(num_rows), key=lambda row: (-lengths[row], row))
+    return [order[start : start + batch_size] for start in range(0, num_rows, batch_size)]

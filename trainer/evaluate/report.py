@@ -1,0 +1,56 @@
+"""What a person reads at the end of a run."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from trainer.evaluate.samples import Sample
+
+
+def print_report(metrics: dict[str, Any], samples: list[Sample], *, run_dir: str, exports: dict[str, str]) -> None:
+    """A table of base against tuned, the samples side by side, and where everything lies.
+
+    metrics  the content of metrics.json
+    exports  format -> folder
+    """
+    console = Console(highlight=False)
+    console.print()
+    console.print(_figures(metrics))
+    for sample in samples:
+        console.print(_side_by_side(sample))
+    minutes, seconds = divmod(round(metrics["wall_s"]), 60)
+    console.print(
+        f"{metrics['steps']} steps, {metrics['tokens']} tokens at {metrics['tokens_per_s']:.0f} tokens/s, "
+        f"{minutes} min {seconds} s in all, peak memory {metrics['peak_memory_bytes'] / 2**30:.2f} GiB"
+    )
+    console.print(f"run     {run_dir}", soft_wrap=True)
+    for name, folder in exports.items():
+        console.print(f"{name:<7} {folder}", soft_wrap=True)
+
+
+def _figures(metrics: dict[str, Any]) -> Table:
+    table = Table(title=f"held-out: {metrics['eval_rows']} rows, {metrics['eval_tokens']} target tokens")
+    table.add_column("")
+    for name in ("base", "tuned", "change"):
+        table.add_column(name, justify="right")
+    loss, base = metrics["eval_loss"], metrics["eval_loss_base"]
+    ppl, ppl_base = metrics["perplexity"], metrics["perplexity_base"]
+    table.add_row("loss (nats/token)", f"{base:.4f}", f"{loss:.4f}", f"{loss - base:+.4f}")
+    table.add_row("perplexity", f"{ppl_base:.3f}", f"{ppl:.3f}", f"{100 * (ppl / ppl_base - 1):+.1f} %")
+    return table
+
+
+def _side_by_side(sample: Sample) -> Panel:
+    table = Table.grid(padding=(0, 2), expand=True)
+    for name in ("held-out answer", "base", "tuned"):
+        table.add_column(name, ratio=1)
+    table.add_row("[bold]held-out answer", "[bold]base", "[bold]tuned")
+    table.add_row(*(_shorten(text) for text in (sample.reference, sample.base, sample.tuned)))
+    return Panel(table, title=_shorten(sample.prompt, 100), title_align="left")
+
+
+def _shorten(text: str, length: int = 320) -> str:
+    text = " ".join(text.split()).replace("[", "\\[")
+    return text if len(text) <= length else text[: length - 1] + "…"

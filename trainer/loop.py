@@ -1,0 +1,172 @@
+"""The one training loop, for every method: methods differ in how a model is prepared and finished.
+
+    step s:  rows = plan.micro_batches(s)     a pure function of (seed, s): nothing to save, nothing to lose
+             loss = sum of losses / target tokens of the whole step, over micro-steps and processes
+             clip, step, log; evaluate, checkpoint when due
+
+accelerate owns processes and devices. A step is atomic: Ctrl-C or SIGTERM lets it end, then saves.
+"""
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import nn
+
+from trainer.checkpoint import TrainState, save_checkpoint
+from trainer.config import Config
+from trainer.data.loader import BatchPlan, collate
+from trainer.metrics import MetricSink, ProgressLine, peak_memory_bytes
+from trainer.objective import num_targets
+from trainer.optim import learning_rate
+
+log = logging.getLogger(__name__)
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or its gradient is not finite. The text names the step and the rows."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal stopped the run after a whole step; `checkpoint` is where it goes on."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+
+
+@dataclass
+class Training:
+    """What the loop works on. `objective` maps a batch to its summed loss; its trainable parameters are optimised."""
+
+    config: Config
+    run_dir: Path
+    accelerator: Accelerator
+    objective: nn.Module
+    optimizer: torch.optim.Optimizer
+    dataset: Dataset
+    plan: BatchPlan
+    pad_token_id: int
+    sinks: list[MetricSink]
+    evaluate: Callable[[], float]
+    """Held-out loss, for `train.eval_every`."""
+
+
+class StopSignal:
+    """Turns the first SIGINT or SIGTERM into `requested`; a second SIGINT stops at once."""
+
+    def __enter__(self) -> "StopSignal":
+        self.requested = False
+        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+        log.warning("stopping after this step; a checkpoint follows (Ctrl-C again stops at once, without one)")
+
+
+def train(run: Training, state: TrainState) -> TrainState:
+    """Train from `state` to the end of the plan; returns the final state, whose checkpoint is on disk.
+
+    raises  TrainingDiverged if loss or gradient is not finite; Interrupted after a signal, with a checkpoint written
+    """
+    config, plan, rank = run.config.train, run.plan, run.accelerator.process_index
+    session = time.monotonic() - state.wall_s
+    run.objective.train()
+    with StopSignal() as stop, ProgressLine(plan.num_steps, done=state.step, enabled=rank == 0) as progress:
+        while state.step < plan.num_steps:
+            began = time.monotonic()
+            lr = learning_rate(state.step, plan.num_steps, run.config.optim)
+            num_tokens, loss, grad_norm = optimizer_step(run, step=state.step, lr=lr)
+            step_s = time.monotonic() - began
+            state.step += 1
+            state.tokens += num_tokens
+            state.train_s += step_s
+            state.wall_s = time.monotonic() - session
+            metrics: dict[str, Any] = {
+                "step": state.step,
+                "loss": loss,
+                "lr": lr,
+                "grad_norm": grad_norm,
+                "tokens": state.tokens,
+                "tokens_per_s": num_tokens / step_s,
+                "peak_memory_bytes": peak_memory_bytes(),
+            }
+            if config.log_row_ids:
+                metrics["row_ids"] = plan.row_ids(state.step - 1)
+            last = state.step == plan.num_steps
+            if config.eval_every and state.step % config.eval_every == 0 and not last:
+                metrics["eval_loss"] = run.evaluate()
+                run.objective.train()
+            for sink in run.sinks:
+                sink.log(metrics)
+            progress.update(metrics, left_s=(plan.num_steps - state.step) * state.train_s / state.step)
+            stopping = _any_process(run.accelerator, stop.requested)
+            if last or stopping or (config.save_every and state.step % config.save_every == 0):
+                path = save_checkpoint(
+                    run.run_dir, state, run.objective, run.optimizer, run.accelerator, keep=config.keep_checkpoints
+                )
+                if stopping and not last:
+                    raise Interrupted(path)
+    return state
+
+
+def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, float]:
+    """Step `step` (0-based) of the plan; returns its tokens, mean loss over targets and gradient norm, all processes.
+
+    raises  TrainingDiverged, before any weight has changed
+    """
+    accelerator = run.accelerator
+    micro_rows = [[run.dataset[i] for i in ids] for ids in run.plan.micro_batches(step, accelerator.process_index)]
+    batches = [collate(rows, run.pad_token_id, device=accelerator.device) for rows in micro_rows]
+    counts = [sum(len(row["input_ids"]) for rows in micro_rows for row in rows), sum(num_targets(batch["labels"]) for batch in batches)]
+    num_tokens, target_tokens = accelerator.reduce(torch.tensor(counts, device=accelerator.device), "sum").tolist()
+    total = torch.zeros((), device=accelerator.device)
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        with nullcontext() if last else accelerator.no_sync(run.objective):
+            # data parallelism averages gradients over processes; the sum is wanted
+            loss = run.objective(**batch) * (accelerator.num_processes / target_tokens)
+            accelerator.backward(loss)
+            total += loss.detach()
+    loss = accelerator.reduce(total, "mean").item()
+    grad_norm = _clip(run)
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        rows = run.plan.row_ids(step)
+        origins = [run.dataset[row]["origin"] for row in rows]
+        raise TrainingDiverged(
+            f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no weight was changed. Rows {rows} from "
+            f"{origins[:8]}. Lower optim.lr (now {lr:.2e}) or look at these rows; resume starts before this step"
+        )
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return num_tokens, loss, grad_norm
+
+
+def _clip(run: Training) -> float:
+    """Clip the gradient norm to `train.max_grad_norm` (0: measure only); returns the norm before."""
+    limit = run.config.train.max_grad_norm or float("inf")
+    params = [param for param in run.objective.parameters() if param.requires_grad]
+    return float(run.accelerator.clip_grad_norm_(params, limit))
+
+
+def _any_process(accelerator: Accelerator, flag: bool) -> bool:
+    return bool(accelerator.reduce(torch.tensor(int(flag), device=accelerator.device), "sum").item())
