@@ -507,7 +507,11 @@ _HYDRA = {
             },
         },
         "root": {"level": "WARNING", "handlers": ["console", "file"]},
-        "loggers": {"trainer": {"level": "INFO"}},
+        "loggers": {
+            "trainer": {"level": "INFO"},
+            "py.warnings": {"handlers": ["file"], "propagate": False},
+            "bitsandbytes": {"level": "ERROR"},  # it tells of optional kernels each time it is imported
+        },
         "disable_existing_loggers": False,
     },
 }

@@ -39,6 +39,11 @@ class QuantLinear(nn.Module):
             self.packed, self.absmax, self.nested_absmax, self.nested_offset, shape, self.quantizer
         )
 
+    @property
+    def qweight(self) -> Tensor:
+        """The packed codes, under the name by which PEFT looks for a quantized layer's device."""
+        return self.packed
+
     def forward(self, x: Tensor) -> Tensor:
         y = nf4_linear(
             x,
@@ -104,5 +109,5 @@ def weights_sha256(model: nn.Module) -> str:
         if isinstance(layer, QuantLinear):
             for key, buffer in layer.named_buffers(recurse=False):
                 digest.update(f"{name.removeprefix('base_model.model.').removesuffix('.base_layer')}.{key}".encode())
-                digest.update(buffer.detach().cpu().contiguous().view(torch.uint8).numpy())
+                digest.update(buffer.detach().cpu().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -4,6 +4,8 @@ PEFT creates, names, saves, loads and switches adapters; through its custom-modu
 over each `QuantLinear`. The common case (one active adapter, no dropout) is one fused op, see kernels/lora_linear.py.
 """
 
+import warnings
+
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
@@ -84,7 +86,8 @@ def attach_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> PeftModel
         target_modules=_target_modules(model, config),
     )
     peft_config._register_custom_module({QuantLinear: LoraQuantLinear})
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unsupported layer type")  # said of every custom module
         torch.manual_seed(seed)
         return get_peft_model(model, peft_config)
 

@@ -4,12 +4,14 @@
 """
 
 import logging
+import sys
 from pathlib import Path
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from trainer.config import DType, ModelConfig, QuantConfig, UserError, require
 from trainer.linear import QuantizationSummary, quantize_linears
@@ -44,6 +46,8 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
     raises  UserError if the model is not there, is incomplete or is no causal language model
     """
     path, dtype = resolve_model(config), compute_dtype(config.dtype)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=config.revision)
         model, loading = AutoModelForCausalLM.from_pretrained(
