@@ -40,6 +40,9 @@ BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK_SIZE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 8
+# BLOCK_M/N/K by size of a float: float32 dots keep their operands in registers, so less fits. Chosen for no spills on
+# sm_80, sm_90, sm_100 and gfx942; not timed there yet.
+LINEAR_TILES = {2: (16, 32, 128), 4: (16, 32, 32)}
 _TINY = 1e-38  # keeps 1 / absmax finite
 _LUT_STEPS = 65535
 
@@ -291,8 +294,10 @@ def _load_absmax(absmax_ptr, nested_absmax_ptr, nested_offset_ptr, map_ptr, bloc
     if DOUBLE_QUANT:
         code = tl.load(absmax_ptr + block, mask=mask, other=0).to(tl.int32)
         nested = tl.load(nested_absmax_ptr + block // 256, mask=mask, other=0.0)
-        return tl.load(map_ptr + code) * nested + tl.load(nested_offset_ptr)
-    return tl.load(absmax_ptr + block, mask=mask, other=0.0)
+        absmax = tl.load(map_ptr + code) * nested + tl.load(nested_offset_ptr)
+    else:
+        absmax = tl.load(absmax_ptr + block, mask=mask, other=0.0)
+    return absmax
 
 
 @triton.jit
@@ -408,8 +413,7 @@ def nf4_linear_triton(x: Tensor, weight: NF4Weight) -> Tensor:
     if rows.shape[0] > MAX_FUSED_ROWS or rows.shape[0] == 0 or weight.in_features % 2:
         return x @ nf4_dequantize_triton(weight, dtype=x.dtype).T
     y = rows.new_empty(rows.shape[0], weight.out_features)
-    # 16 rows are the least that tl.dot takes. Checked for spills on sm_80, sm_90, sm_100 and gfx942; not yet timed.
-    block_m, block_n, block_k = 16, 32, 128
+    block_m, block_n, block_k = LINEAR_TILES[x.element_size()]
     _nf4_linear_kernel[(triton.cdiv(rows.shape[0], block_m), triton.cdiv(weight.out_features, block_n))](
         rows, *_weight_tensors(weight), y, *rows.shape, weight.out_features, rows.stride(0), y.stride(0),
         BLOCK_SIZE=weight.block_size, DOUBLE_QUANT=weight.double_quant, DOT=_dot_dtype(x.dtype),

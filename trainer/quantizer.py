@@ -65,7 +65,7 @@ class Quantizer:
         return quantized.dequantize(dtype)
 
     def fake_quantize(self, weight: Tensor) -> Tensor:
-        """`dequantize(quantize(weight))` in weight's dtype, bit for bit; its gradient passes straight through to weight."""
+        """`dequantize(quantize(weight))` in weight's dtype, bit for bit; the gradient passes straight through."""
         return _StraightThrough.apply(weight, self)
 
 

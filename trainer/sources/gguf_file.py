@@ -61,9 +61,9 @@ def _convert(path: Path, folder: Path) -> None:
     log.info("model    %s is converted to bfloat16 once, in the cache", path.name)
     model, tokenizer = _load(path, metadata["general.architecture"])
     _restore_rope(model.config, metadata, reader, path)
-    # Without these two nothing marks the model as quantized; its weights are plain bfloat16.
+    # Its weights are plain bfloat16; with these two marks save_pretrained would refuse it all the same.
     model.hf_quantizer = None
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     model.save_pretrained(folder)
     if metadata.get("tokenizer.ggml.pre") in DIGIT_SPLITTING:
         tokenizer.backend_tokenizer.pre_tokenizer = split_digits()

@@ -1,0 +1,177 @@
+"""Triton kernels without a GPU: run by Triton's interpreter, and compiled ahead of time for real GPUs."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from trainer.kernels import nf4  # noqa: E402
+
+TARGETS = [
+    GPUTarget("cuda", 80, 32),
+    GPUTarget("cuda", 90, 32),
+    GPUTarget("cuda", 100, 32),
+    GPUTarget("hip", "gfx942", 64),
+]
+
+WEIGHT = "packed_ptr absmax_ptr nested_absmax_ptr nested_offset_ptr map_ptr codebook_ptr".split()
+WEIGHT_TYPES = dict(zip(WEIGHT, ["*u8", "*u8", "*fp32", "*fp32", "*fp32", "*fp32"], strict=True))
+
+
+def compile_kernel(kernel: Callable, types: dict[str, str], constants: dict[str, object], target: GPUTarget) -> object:
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+    return triton.compile(source, target=target, options={"enable_fp_fusion": False})
+
+
+def spilled_registers(compiled: object, target: GPUTarget) -> int:
+    if target.backend == "hip":
+        return sum(map(int, re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])))
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        processor = re.search(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)[1]
+        command = [ptxas(), "-v", f"--gpu-name={processor}", str(ptx), "-o", f"{folder}/kernel.cubin"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+
+
+def ptxas() -> str:
+    """The newest assembler in triton's wheel: it reads the PTX of every target here."""
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    return str(max(folder.glob("ptxas*"), key=lambda path: len(path.name)))  # ptxas-blackwell where there are two
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.backend}-{target.arch}")
+class TestAheadOfTime:
+    """Kernels compile for GPUs that are not here, and keep their values in registers: a spill is a design fault."""
+
+    @pytest.mark.parametrize("block_size", [32, 4096])  # the smallest and the largest: fewest and most values a thread
+    def test_quantize(self, target: GPUTarget, block_size: int) -> None:
+        types = {
+            "weight_ptr": "*bf16",
+            "thresholds_ptr": "*fp32",
+            "packed_ptr": "*u8",
+            "absmax_ptr": "*fp32",
+            "numel": "i64",
+        }
+        constants = {"BLOCK_SIZE": block_size, "NUM_BLOCKS": max(1, 1024 // block_size)}
+        compiled = compile_kernel(nf4._nf4_quantize_kernel, types, constants, target)
+        assert spilled_registers(compiled, target) == 0
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_dequantize(self, target: GPUTarget, dtype: str) -> None:
+        types = {**WEIGHT_TYPES, "out_ptr": f"*{dtype}", "numel": "i64"}
+        constants = {"BLOCK_SIZE": 64, "DOUBLE_QUANT": True, "NUM_BYTES": 1024}
+        compiled = compile_kernel(nf4._nf4_dequantize_kernel, types, constants, target)
+        assert spilled_registers(compiled, target) == 0
+
+    @pytest.mark.parametrize(("dtype", "dot"), [("bf16", tl.bfloat16), ("fp16", tl.float16), ("fp32", tl.float32)])
+    def test_linear(self, target: GPUTarget, dtype: str, dot: object) -> None:
+        sizes = "num_rows in_features out_features stride_x_row stride_y_row".split()
+        types = {**WEIGHT_TYPES, "x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", **dict.fromkeys(sizes, "i32")}
+        tile = nf4.LINEAR_TILES[4 if dtype == "fp32" else 2]
+        tiles = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
+        constants = {"BLOCK_SIZE": 64, "DOUBLE_QUANT": True, "DOT": dot, **tiles}
+        compiled = compile_kernel(nf4._nf4_linear_kernel, types, constants, target)
+        assert spilled_registers(compiled, target) == 0
+
+
+INTERPRETED = """
+import torch
+from trainer.kernels import nf4
+
+torch.manual_seed(0)
+# rows that end inside a block (96, 48), inside a byte (33, 65), one element, a 64-aligned one
+for shape in [(2, 96), (5, 48), (7, 33), (1, 65), (1, 1), (33, 64)]:
+    for block_size in (32, 64):
+        weight = torch.randn(shape)
+        weight.view(-1)[:32] = 0  # a block of zeros
+        packed, absmax = nf4.nf4_quantize_reference(weight, block_size=block_size)
+        got = nf4.nf4_quantize_triton(weight, block_size=block_size)
+        assert torch.equal(got[0], packed) and torch.equal(got[1], absmax), ("quantize", shape, block_size)
+        for scales in ((absmax, None, None), nf4.quantize_absmax(absmax)):
+            packed_weight = nf4.NF4Weight(packed, *scales, *shape, block_size)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                want = nf4.nf4_dequantize_reference(packed_weight, dtype=dtype)
+                got = nf4.nf4_dequantize_triton(packed_weight, dtype=dtype)
+                # the interpreter truncates float32 to bfloat16 where GPUs round: up to one ulp, 2^-7 of the value
+                rtol = 2**-7 if dtype == torch.bfloat16 else 0
+                torch.testing.assert_close(got, want, atol=0, rtol=rtol, msg=f"{shape} {block_size} {dtype}")
+            # 1, 3 rows: fused; 9: dense. float32: sums in another order. float16: rounded once, 2^-11. bfloat16: weight
+            # and output are truncated by the interpreter, 2^-7 each
+            for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2**-10), (torch.bfloat16, 2**-6)):
+                for rows in (1, 3, 9):
+                    x = torch.randn(rows, shape[1]).to(dtype)
+                    want = x.double() @ nf4.nf4_dequantize_reference(packed_weight, dtype=dtype).double().T
+                    got = nf4.nf4_linear_triton(x, packed_weight).double()
+                    error = (got - want).abs().max() / want.abs().max().clamp(min=1e-9)
+                    assert error < tolerance, ("linear", shape, block_size, dtype, rows, error)
+for bad in (float("inf"), float("nan")):
+    weight = torch.zeros(2, 64)
+    weight[1, 3] = bad
+    try:
+        nf4.nf4_quantize_triton(weight, block_size=64)
+    except ValueError as error:
+        assert "weight[1, 3]" in str(error), error
+    else:
+        raise AssertionError(f"{bad} was accepted")
+
+# The registered op takes the Triton path when it is forced, with gradients.
+x = torch.randn(2, 64, requires_grad=True)
+packed, absmax = nf4.nf4_quantize(torch.randn(8, 64), block_size=64)
+nf4.nf4_linear(x, packed, absmax, out_features=8, block_size=64).sum().backward()
+dense = nf4.nf4_dequantize(packed, absmax, out_features=8, in_features=64, block_size=64, dtype=torch.float32)
+assert torch.allclose(x.grad, dense.sum(0).expand(2, -1), atol=1e-5)
+print("interpreted")
+"""
+
+
+def test_interpreter_equals_reference() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "LOWBIT_KERNELS": "triton"}
+    result = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert result.stdout == "interpreted\n", result.stderr
+
+
+def test_kernel_files_import_without_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None  # the import fails, as where triton is not installed
+import torch
+from trainer.kernels import nf4
+packed, absmax = nf4.nf4_quantize(torch.ones(1, 64), block_size=64)
+assert packed.tolist() == [255] * 32
+try:
+    nf4.nf4_dequantize_triton(nf4.NF4Weight(packed, absmax, None, None, 1, 64, 64), dtype=torch.float32)
+except ImportError as error:
+    assert "pip install triton" in str(error)
+    print("refused")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "refused\n", result.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gpu_equals_reference(dtype: torch.dtype) -> None:
+    weight = torch.randn(130, 192, device="cuda")
+    packed, absmax = nf4.nf4_quantize_triton(weight, block_size=64)
+    want_packed, want_absmax = nf4.nf4_quantize_reference(weight, block_size=64)
+    assert torch.equal(packed, want_packed) and torch.equal(absmax, want_absmax)
+    packed_weight = nf4.NF4Weight(packed, *nf4.quantize_absmax(absmax), 130, 192, 64)
+    dense = nf4.nf4_dequantize_reference(packed_weight, dtype=dtype)
+    assert torch.equal(nf4.nf4_dequantize_triton(packed_weight, dtype=dtype), dense)
+    x = torch.randn(3, 192, device="cuda", dtype=dtype)
+    torch.testing.assert_close(nf4.nf4_linear_triton(x, packed_weight), x @ dense.T, atol=0.05, rtol=0.02)
