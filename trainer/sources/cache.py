@@ -126,12 +126,16 @@ def _explained(models: Path, needs_bytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(_disk_full(models, needs_bytes, shutil.disk_usage(_existing(models)).free)) from error
-        if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(cache_dir()):
+        if error.filename is None or not _concerns_cache(Path(os.fsdecode(error.filename))):
             raise
         raise UserError(
-            f"the cache folder {cache_dir()} cannot be written ({error.strerror}); "
+            f"the cache folder {cache_dir()} cannot be written ({error.strerror}: {error.filename}); "
             "give one that can: LOWBIT_CACHE=<folder>"
         ) from error
+
+
+def _concerns_cache(path: Path) -> bool:
+    return path.is_relative_to(cache_dir()) or cache_dir().is_relative_to(path)
 
 
 def _existing(path: Path) -> Path:

@@ -64,7 +64,9 @@ def _convert(path: Path, folder: Path) -> None:
     # Its weights are plain bfloat16; with these two marks save_pretrained would refuse it all the same.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
+    vars(model.config).pop("_model_name_or_path", None)  # general.name, which is no path
     model.save_pretrained(folder)
+    tokenizer.model_max_length = model.config.max_position_embeddings
     if metadata.get("tokenizer.ggml.pre") in DIGIT_SPLITTING:
         tokenizer.backend_tokenizer.pre_tokenizer = split_digits()
     tokenizer.save_pretrained(folder)

@@ -22,7 +22,7 @@ def write_folder(
     """
     weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in state_dict.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config.dtype = torch.bfloat16
+    config.dtype = torch.bfloat16  # of the file; a loader may ask for another
     config.save_pretrained(folder)
     ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**ids).save_pretrained(folder)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from trainer.sources.hf_folder import byte_level_tokenizer, split_digits
 
 DIGIT_SPLITTING = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-"""Values of tokenizer.ggml.pre for which llama.cpp splits off each digit, then splits as GPT-2 (src/llama-vocab.cpp)."""
+"""Values of tokenizer.ggml.pre for which llama.cpp (src/llama-vocab.cpp) splits off digits, then splits as GPT-2."""
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",

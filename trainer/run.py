@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
@@ -150,7 +150,8 @@ def _prepare(config: Config) -> _Run:
 
 def _open_run_dir(config: Config, accelerator: Accelerator) -> Path:
     """Create the run folder and write the resolved config into it; a folder that holds a run is not written over."""
-    run_dir = Path(config.output_dir or datetime.now().strftime("outputs/run/%Y-%m-%d_%H-%M-%S"))
+    chosen = [config.output_dir or datetime.now().strftime("outputs/run/%Y-%m-%d_%H-%M-%S")]
+    run_dir = Path(broadcast_object_list(chosen)[0])
     saved = run_dir / "config.yaml"
     if accelerator.is_main_process:
         require(
