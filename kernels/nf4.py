@@ -39,7 +39,7 @@ NF4_CODEBOOK = (
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK_SIZE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# 576x1536, bfloat16, 2 Zen 4 cores: 8 rows take 114 us fused and 203 us through a dense weight; 16 rows are a draw.
+# 576x1536, bfloat16, 2 Zen 4 cores: 8 rows take 114 us fused and 203 us through a dense weight.
 MAX_FUSED_ROWS = 8
 # BLOCK_M/N/K by size of a float: float32 dots keep their operands in registers, so less fits. Chosen for no spills on
 # sm_80, sm_90, sm_100 and gfx942; not timed there yet.

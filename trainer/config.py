@@ -399,7 +399,7 @@ def _explain(error: HydraException) -> str:
     text = str(error).split("\nConfig search path")[0]
     if unknown := re.match(r"Could not override '([^']+)'", text):
         keys = list(_flat(to_dict(Config())))
-        close = difflib.get_close_matches(unknown[1], keys, n=3)
+        close = difflib.get_close_matches(unknown[1], keys, n=2, cutoff=0.7)
         return f"{unknown[1]} is not a key; {'did you mean ' + ' or '.join(close) if close else 'see --help'}?"
     cause = str(error.__cause__ or "").splitlines()
     return " ".join(" ".join([text, *cause[:1]]).split())
@@ -483,9 +483,9 @@ def _field_docs(tree: ast.Module) -> dict[tuple[str, str], str]:
 
 
 _HYDRA = {
-    "run": {"dir": "${lowbit_run_dir:${output_dir},${resume},${hydra:runtime.choices.conf}}"},
+    "run": {"dir": "${lowbit_run_dir:${output_dir},${resume},${hydra.runtime.choices.conf}}"},
     "sweep": {
-        "dir": "${lowbit_run_dir:${output_dir},${resume},${hydra:runtime.choices.conf}}",
+        "dir": "${lowbit_run_dir:${output_dir},${resume},${hydra.runtime.choices.conf}}",
         "subdir": "${hydra.job.num}",
     },
     "output_subdir": None,

@@ -6,6 +6,7 @@ metrics.jsonl has a line a step. On resume the lines past the checkpoint are cut
 import json
 import os
 import resource
+import secrets
 import sys
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,7 +58,7 @@ class WandbSink:
         import wandb
 
         id_path = run_dir / "wandb_id.txt"
-        run_id = id_path.read_text().strip() if id_path.is_file() else wandb.util.generate_id()
+        run_id = id_path.read_text().strip() if id_path.is_file() else secrets.token_hex(4)
         id_path.write_text(run_id + "\n")
         self._run = wandb.init(
             project=config.project,

@@ -487,7 +487,7 @@ def test_bundled_function_is_the_original(
     before, after = original(ids).logits, reordered(ids).logits
     # Logits of deviation 8 in float32 (ulp 1e-6) after 30 layers: measured 1e-4; a wrong order gives about 10.
     torch.testing.assert_close(after, before, atol=2e-3, rtol=0)
-    greedy = dict(max_new_tokens=16, do_sample=False)
+    greedy = dict(max_new_tokens=8, do_sample=False)
     tokens = original.generate(ids, **greedy)
     assert torch.equal(tokens, reordered.generate(ids, **greedy))
     assert tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True) == "The capital of France is Paris."
@@ -506,17 +506,16 @@ def int4_error(weight: Tensor) -> float:
 def test_bundled_grid_is_gone(original: LlamaForCausalLM, reordered: LlamaForCausalLM, module: str) -> None:
     before, after = (model.get_parameter(f"model.layers.7.{module}.weight") for model in (original, reordered))
     assert int4_error(before) < 1e-6  # the file's own grid: float32 rounding only
-    assert (
-        int4_error(after) > 0.03
-    )  # what rounding to 16 levels costs weights that were never rounded: measured 7 to 8 %
+    # what rounding to 16 levels costs weights that were never rounded: measured 7 to 8 %
+    assert int4_error(after) > 0.03
 
 
 @pytest.mark.skipif(not WIKITEXT.is_file(), reason="no WikiText-2 beside the checkout")
 @torch.inference_mode()
 def test_bundled_perplexity(bundled_folder: Path, tokenizer: object) -> None:
     model = AutoModelForCausalLM.from_pretrained(bundled_folder, dtype=torch.float32)
-    text = WIKITEXT.read_text(encoding="utf-8")[:20_000]
-    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :2048].view(2, 1024)
+    text = WIKITEXT.read_text(encoding="utf-8")[:10_000]
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :1024]
     loss = model(input_ids=ids, labels=ids).loss
-    # The first 2 of the 24 windows whose perplexity is 20.75 in docs and benchmarks; 0.5 % for another processor.
-    assert loss.exp().item() == pytest.approx(17.56, rel=5e-3)
+    # The first of the 24 windows whose perplexity is 20.75 in docs and benchmarks; 0.5 % for another processor.
+    assert loss.exp().item() == pytest.approx(10.96, rel=5e-3)
