@@ -43,8 +43,8 @@ def _run(composed: DictConfig) -> None:
     try:
         config = load_config(*hydra_config.overrides.task) if composed.resume else to_config(composed)
         config.output_dir = os.path.relpath(hydra_config.runtime.output_dir)
-        from trainer.run import finetune  # here, so that a mistake is answered before torch loads
         from trainer.loop import Interrupted, TrainingDiverged
+        from trainer.run import finetune  # here, so that a mistake is answered before torch loads
 
         try:
             finetune(config)

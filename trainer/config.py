@@ -171,6 +171,9 @@ class TrainConfig:
     """Sequences a process takes in one micro-step."""
     grad_accum_steps: int = 1
     """Micro-steps in one optimizer step. The loss is the mean over all their target tokens."""
+    max_pass_tokens: int | None = None
+    """Most tokens, padding counted, that go through the model at once: a micro-step's rows are grouped by length into
+    passes, which changes memory and speed but not the gradient. null for 1024 on a CPU and 16384 on a GPU."""
     eval_every: int = 0
     """Steps between evaluations while training; 0 for before and after only."""
     eval_batch_size: int = 16
@@ -189,8 +192,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require(self.max_steps is None or self.max_steps > 0, f"train.max_steps={self.max_steps}; give >= 1, or null")
         require(self.epochs > 0, f"train.epochs={self.epochs}; give a number above 0")
-        for name in ("batch_size", "grad_accum_steps", "eval_batch_size", "keep_checkpoints"):
-            require(getattr(self, name) > 0, f"train.{name}={getattr(self, name)}; give at least 1")
+        for name in ("batch_size", "grad_accum_steps", "max_pass_tokens", "eval_batch_size", "keep_checkpoints"):
+            require(getattr(self, name) is None or getattr(self, name) > 0, f"train.{name}={getattr(self, name)}; give at least 1")
         for name in ("eval_every", "save_every", "max_grad_norm"):
             require(getattr(self, name) >= 0, f"train.{name}={getattr(self, name)}; give 0 or more")
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from trainer.checkpoint import TrainState, save_checkpoint
 from trainer.config import Config
-from trainer.data.loader import BatchPlan, collate
+from trainer.data.loader import BatchPlan, collate, group_by_length
 from trainer.metrics import MetricSink, ProgressLine, peak_memory_bytes
 from trainer.objective import num_targets
 from trainer.optim import learning_rate
@@ -57,6 +57,8 @@ class Training:
     dataset: Dataset
     plan: BatchPlan
     pad_token_id: int
+    max_pass_tokens: int
+    """`train.max_pass_tokens`, resolved."""
     sinks: list[MetricSink]
     evaluate: Callable[[], float]
     """Held-out loss, for `train.eval_every`."""
@@ -134,8 +136,10 @@ def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, 
     """
     accelerator = run.accelerator
     micro_rows = [[run.dataset[i] for i in ids] for ids in run.plan.micro_batches(step, accelerator.process_index)]
-    batches = [collate(rows, run.pad_token_id, device=accelerator.device) for rows in micro_rows]
-    counts = [sum(len(row["input_ids"]) for rows in micro_rows for row in rows), sum(num_targets(batch["labels"]) for batch in batches)]
+    passes = [rows for micro in micro_rows for rows in group_by_length(micro, run.max_pass_tokens)]
+    batches = [collate(rows, run.pad_token_id, device=accelerator.device) for rows in passes]
+    counts = [sum(len(row["input_ids"]) for rows in passes for row in rows)]
+    counts += [sum(num_targets(batch["labels"]) for batch in batches)]
     num_tokens, target_tokens = accelerator.reduce(torch.tensor(counts, device=accelerator.device), "sum").tolist()
     total = torch.zeros((), device=accelerator.device)
     for index, batch in enumerate(batches):

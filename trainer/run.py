@@ -38,6 +38,10 @@ from trainer.optim import build_optimizer
 
 log = logging.getLogger(__name__)
 
+MAX_PASS_TOKENS = (1024, 16384)
+"""Padded tokens of one pass on CPUs and on GPUs, unless `train.max_pass_tokens` is set. On two Zen 4 cores a matrix product
+reaches its limit at 512 rows; docs/decisions.md has the measurement."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -142,6 +146,7 @@ def _prepare(config: Config) -> _Run:
         dataset=dataset,
         plan=plan,
         pad_token_id=pad_id,
+        max_pass_tokens=config.train.max_pass_tokens or MAX_PASS_TOKENS[accelerator.device.type != "cpu"],
         sinks=open_sinks(config, run_dir, keep_steps=state.step) if accelerator.is_main_process else [],
         evaluate=evaluate,
     )

@@ -83,8 +83,8 @@ def test_reading_back_gives_what_was_trained(result, ours):
     from trainer.data.chat import tokenize_rows
     from trainer.data.formats import load_rows
     from trainer.evaluate.perplexity import held_out_loss
-    from trainer.objective import NextTokenLoss
     from trainer.model import pad_token_id
+    from trainer.objective import NextTokenLoss
 
     config = load_config(f"resume={result.run_dir}")
     tokenizer = AutoTokenizer.from_pretrained(result.exports["adapter"])

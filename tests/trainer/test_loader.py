@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.loader import BatchPlan, collate, eval_batches
+from trainer.data.loader import BatchPlan, collate, eval_batches, group_by_length
 
 
 def plan(**changes: object) -> BatchPlan:
@@ -157,3 +157,19 @@ def test_eval_batches_waste_little() -> None:
     # sixteenth of the range: 490 / 16 / 2 = 15 tokens a row on a mean of 255, 6 %.
     assert padded(in_order) > 1.6 * sum(lengths)
     assert padded(eval_batches(256, lengths, 16)) < 1.08 * sum(lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), max_size=12), max_tokens=st.integers(1, 200))
+def test_passes_hold_every_row_once_within_the_budget(lengths, max_tokens):
+    rows = [{"input_ids": [index] * length} for index, length in enumerate(lengths)]
+    passes = group_by_length(rows, max_tokens)
+    assert sorted((row for rows in passes for row in rows), key=str) == sorted(rows, key=str)
+    padded = [len(rows) * max(len(row["input_ids"]) for row in rows) for rows in passes if rows]
+    assert all(size <= max_tokens or len(rows) == 1 for size, rows in zip(padded, passes, strict=False))
+    assert len(passes) >= 1
+
+
+def test_similar_lengths_share_a_pass():
+    rows = [{"input_ids": [0] * length} for length in (9, 2, 8, 3)]
+    assert [[len(row["input_ids"]) for row in rows] for rows in group_by_length(rows, 18)] == [[2, 3], [8, 9]]

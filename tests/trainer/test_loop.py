@@ -32,6 +32,14 @@ def test_accumulated_steps_equal_the_large_batch(run):
     assert relative_error(trained(large), trained(small)) < 1e-4
 
 
+def test_passes_of_similar_length_change_nothing(run):
+    """Grouping is about padding: 6 rows in one pass, and in passes of at most 60 tokens, take the same steps."""
+    one = run("one", "train.max_steps=3", "train.batch_size=6", "train.max_pass_tokens=100000")
+    many = run("many", "train.max_steps=3", "train.batch_size=6", "train.max_pass_tokens=60")
+    assert losses(many.run_dir) == pytest.approx(losses(one.run_dir), rel=1e-6)
+    assert relative_error(trained(one), trained(many)) < 1e-4
+
+
 def test_two_processes_equal_one(run, tmp_path, uneven_jsonl):
     one = run("one", "train.max_steps=3", "train.batch_size=4")
     settings = (*SETTINGS, f"data.path={uneven_jsonl}", "train.max_steps=3")
