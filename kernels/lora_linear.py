@@ -109,6 +109,4 @@ def nf4_lora_linear(
     lora_A   [rank, in_features] float; lora_B [out_features, rank] float; both get gradients, as does x
     returns  [..., out_features] of x's dtype
     """
-    return _nf4_lora_linear(
-        x, packed, absmax, nested_absmax, nested_offset, lora_A, lora_B, block_size, scaling
-    )[0]
+    return _nf4_lora_linear(x, packed, absmax, nested_absmax, nested_offset, lora_A, lora_B, block_size, scaling)[0]

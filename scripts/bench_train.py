@@ -142,7 +142,11 @@ def _rows(results: dict[str, list[dict]]) -> list[dict]:
     for name, label in PEERS.items():
         rows.append(_row("qlora_step_memory", memory["lowbit"] / 1e9, memory[name] / 1e9, label, "GB", None))
     for row in rows[: len(PEERS)]:
-        low, _, high = statistics.quantiles(speed["lowbit"], n=5)[0], None, statistics.quantiles(speed["lowbit"], n=5)[3]
+        low, _, high = (
+            statistics.quantiles(speed["lowbit"], n=5)[0],
+            None,
+            statistics.quantiles(speed["lowbit"], n=5)[3],
+        )
         row["ours_p20_p80"] = [low, high]
     return rows
 

@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: imports flow one way, the README's tree is the disk, kernels/ is no package."""
+"""The house rules: imports flow one way, the README's tree is the disk, kernels/ is no package."""
 
 import ast
 import re
@@ -47,7 +47,9 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" if node.module == "trainer" else node.module for alias in node.names}
+            names |= {
+                f"{node.module}.{alias.name}" if node.module == "trainer" else node.module for alias in node.names
+            }
     return {".".join(name.split(".")[:2]) for name in names if name.split(".")[0] == "trainer"}
 
 
@@ -63,7 +65,9 @@ def test_imports_flow_one_way(path):
 @pytest.mark.parametrize("path", sorted(ROOT.glob("kernels/*.py")), ids=lambda path: path.name)
 def test_kernels_import_only_torch_triton_numpy(path):
     foreign = {"transformers", "peft", "accelerate", "datasets", "hydra", "omegaconf", "bitsandbytes", "safetensors"}
-    assert not {name.split(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(), re.M)} & foreign
+    assert (
+        not {name.split(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(), re.M)} & foreign
+    )
 
 
 def test_kernels_is_no_package():
@@ -90,7 +94,14 @@ def test_readme_tree_is_the_disk():
         folders = folders[:depth] + [name.rstrip("/")]
         if not name.endswith("/"):
             tree.add("/".join(folders))
-    product = ("trainer/**/*.py", "kernels/*.py", "kernels/cpp/*", "conf/**/*.yaml", "scripts/*.py", "notebooks/*.ipynb")
+    product = (
+        "trainer/**/*.py",
+        "kernels/*.py",
+        "kernels/cpp/*",
+        "conf/**/*.yaml",
+        "scripts/*.py",
+        "notebooks/*.ipynb",
+    )
     disk = {str(path.relative_to(ROOT)) for pattern in ("train.py", *product) for path in ROOT.glob(pattern)}
     assert tree == disk
 

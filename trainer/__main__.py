@@ -1,4 +1,4 @@
-"""The command line: `python train.py conf=qlora key=value ...` in a checkout, `python -m trainer` or `lowbit` from a wheel.
+"""The command line: `python train.py conf=qlora key=value ...`, `python -m trainer` or `lowbit` from a wheel.
 
 Hydra owns parsing, sweeps and help. The overrides of a single run are composed once before Hydra starts, so that a
 mistake is one line in the first second and leaves no folder behind.
@@ -52,7 +52,9 @@ def _run(composed: DictConfig) -> None:
             log.error("%s", error)
             sys.exit(1)
         except Interrupted as stop:
-            log.warning("stopped; %s is saved. Go on with: %s resume=%s", stop.checkpoint, _command(), config.output_dir)
+            log.warning(
+                "stopped; %s is saved. Go on with: %s resume=%s", stop.checkpoint, _command(), config.output_dir
+            )
             sys.exit(130)
     except UserError as error:
         code = _fail(error)

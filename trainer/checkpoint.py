@@ -36,6 +36,8 @@ class TrainState:
     """Seconds since the run began, all its sessions added up."""
     eval_loss_base: float | None = None
     world_size: int = 1
+    dtype: str = ""
+    """The compute dtype; `model.dtype=auto` may choose another on another machine."""
     base_sha256: str = ""
     data_sha256: str = ""
 
@@ -93,6 +95,7 @@ def load_checkpoint(
         ("base_sha256", "the base model's packed weights"),
         ("data_sha256", "the training data, tokenizer or chat template"),
         ("world_size", "the number of processes"),
+        ("dtype", "the compute dtype (set model.dtype)"),
     ):
         now, then = getattr(expected, name), getattr(state, name)
         require(
@@ -107,9 +110,7 @@ def load_checkpoint(
 
 
 def _trainable(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: param.detach().cpu().contiguous() for name, param in model.named_parameters() if param.requires_grad
-    }
+    return {name: param.detach().cpu().contiguous() for name, param in model.named_parameters() if param.requires_grad}
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import difflib
 import re
 import textwrap
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-class ModelSource(str, Enum):
+class ModelSource(StrEnum):
     bundled = "bundled"
     hub = "hub"
     folder = "folder"
@@ -46,33 +46,33 @@ class ModelSource(str, Enum):
     tiny = "tiny"
 
 
-class DType(str, Enum):
+class DType(StrEnum):
     auto = "auto"
     bfloat16 = "bfloat16"
     float32 = "float32"
 
 
-class DataSource(str, Enum):
+class DataSource(StrEnum):
     pydocs = "pydocs"
     jsonl = "jsonl"
 
 
-class Schedule(str, Enum):
+class Schedule(StrEnum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
 
 
-class OptimizerName(str, Enum):
+class OptimizerName(StrEnum):
     adamw = "adamw"
     adamw_8bit = "adamw_8bit"
 
 
-class Codebook(str, Enum):
+class Codebook(StrEnum):
     nf4 = "nf4"
 
 
-class Tracker(str, Enum):
+class Tracker(StrEnum):
     none = "none"
     wandb = "wandb"
     tensorboard = "tensorboard"
@@ -193,7 +193,10 @@ class TrainConfig:
         require(self.max_steps is None or self.max_steps > 0, f"train.max_steps={self.max_steps}; give >= 1, or null")
         require(self.epochs > 0, f"train.epochs={self.epochs}; give a number above 0")
         for name in ("batch_size", "grad_accum_steps", "max_pass_tokens", "eval_batch_size", "keep_checkpoints"):
-            require(getattr(self, name) is None or getattr(self, name) > 0, f"train.{name}={getattr(self, name)}; give at least 1")
+            require(
+                getattr(self, name) is None or getattr(self, name) > 0,
+                f"train.{name}={getattr(self, name)}; give at least 1",
+            )
         for name in ("eval_every", "save_every", "max_grad_norm"):
             require(getattr(self, name) >= 0, f"train.{name}={getattr(self, name)}; give 0 or more")
 
@@ -202,8 +205,9 @@ class TrainConfig:
 class OptimConfig:
     name: OptimizerName = OptimizerName.adamw
     """adamw, or adamw_8bit (bitsandbytes, arXiv:2110.02861: optimizer state in 8 bits)."""
-    lr: float = 2e-4
-    """Peak learning rate."""
+    lr: float | None = None
+    """Peak learning rate; null for 5e-4 * (2000 / hidden_size)^0.781, LoRA's best for Llamas of that width (Schulman et
+    al., LoRA Without Regret, 2025): 1.3e-3 at 576, 2.9e-4 at 4096."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.999
@@ -220,7 +224,7 @@ class OptimConfig:
     """Where linear and cosine end, as a share of `lr`."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"optim.lr={self.lr}; give a number above 0, such as 2e-4")
+        require(self.lr is None or self.lr > 0, f"optim.lr={self.lr}; give a number above 0, such as 2e-4, or null")
         require(self.eps > 0, f"optim.eps={self.eps}; give a number above 0")
         require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay}; give 0 or more")
         for name in ("beta1", "beta2", "warmup_ratio"):

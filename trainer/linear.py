@@ -1,7 +1,7 @@
 """QuantLinear: a linear layer whose frozen weight stays packed.
 
-Codes and scales are plain buffers, so state_dict, safetensors, `.to(device)` and debuggers just work. `quantize_linears`
-swaps the layers of a model in place, one at a time: the 16-bit weight of a layer is gone before the next one is read.
+Codes and scales are plain buffers, so state_dict, safetensors, `.to(device)` and debuggers just work.
+`quantize_linears` swaps the layers of a model in place, one at a time.
 """
 
 import hashlib
@@ -35,9 +35,7 @@ class QuantLinear(nn.Module):
     def quantized(self) -> QuantizedTensor:
         """The weight as codes and scales; a view of the buffers."""
         shape = (self.out_features, self.in_features)
-        return QuantizedTensor(
-            self.packed, self.absmax, self.nested_absmax, self.nested_offset, shape, self.quantizer
-        )
+        return QuantizedTensor(self.packed, self.absmax, self.nested_absmax, self.nested_offset, shape, self.quantizer)
 
     @property
     def qweight(self) -> Tensor:

@@ -94,7 +94,9 @@ def attach_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> PeftModel
 
 def _target_modules(model: nn.Module, config: LoraConfig) -> list[str]:
     """The last parts of the target layers' names, as other engines expect them in adapter_config.json."""
-    present = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, QuantLinear)})
+    present = sorted(
+        {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    )
     if config.target_modules == "all-linear":
         return present
     for name in config.target_modules:

@@ -34,7 +34,7 @@ def compute_dtype(dtype: DType) -> torch.dtype:
 
 
 def _cpu_multiplies_bfloat16() -> bool:
-    """Whether /proc/cpuinfo names a bfloat16 dot product (x86 AVX512-BF16 or AMX, Arm BF16); False where there is none."""
+    """Whether /proc/cpuinfo names a bfloat16 dot product (AVX512-BF16, AMX, Arm BF16); False without the file."""
     cpuinfo = Path("/proc/cpuinfo")
     words = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
@@ -63,7 +63,9 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
     require(not missing, f"{path} lacks the weights {missing[:3]} ({len(missing)} in all); it would run on random ones")
     require(tokenizer.eos_token_id is not None, f"{path}: the tokenizer has no eos token; set one in its config")
     model.requires_grad_(False).eval()
-    log.info("model    %s, %.0f M parameters, %s", path, model.num_parameters() / 1e6, str(dtype).removeprefix("torch."))
+    log.info(
+        "model    %s, %.0f M parameters, %s", path, model.num_parameters() / 1e6, str(dtype).removeprefix("torch.")
+    )
     return model, tokenizer
 
 
@@ -87,7 +89,7 @@ def prepare_model(model: PreTrainedModel, config: QuantConfig) -> QuantizationSu
         raise UserError(f"{error}. The checkpoint is damaged; load another one") from None
     require(
         summary.share >= MIN_QUANTIZED_SHARE,
-        f"only {summary.share:.0%} of {model.config.model_type}'s weights lie in linear layers, so {summary.num_layers} "
+        f"only {summary.share:.0%} of {model.config.model_type}'s weights lie in linear layers: {summary.num_layers} "
         "packed layers would leave the model mostly in 16 bits; this architecture is not supported yet",
     )
     log.info(

@@ -36,7 +36,9 @@ class NextTokenLoss(nn.Module):
         self.model = model
         self.fused = self._fused_equals_logits()
         if not self.fused:
-            log.warning("the output head does more than one product; the loss goes through the full logits (more memory)")
+            log.warning(
+                "the output head does more than one product; the loss goes through the full logits (more memory)"
+            )
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """input_ids, labels: [B, T] int64 with -100 where there is no target; returns [] float32."""

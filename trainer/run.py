@@ -34,13 +34,13 @@ from trainer.lora import attach_lora
 from trainer.metrics import open_sinks, peak_memory_bytes
 from trainer.model import load_model, pad_token_id, prepare_model
 from trainer.objective import NextTokenLoss, num_targets
-from trainer.optim import build_optimizer
+from trainer.optim import build_optimizer, lora_learning_rate
 
 log = logging.getLogger(__name__)
 
 MAX_PASS_TOKENS = (1024, 16384)
-"""Padded tokens of one pass on CPUs and on GPUs, unless `train.max_pass_tokens` is set. On two Zen 4 cores a matrix product
-reaches its limit at 512 rows; docs/decisions.md has the measurement."""
+"""Padded tokens of one pass on CPUs and on GPUs, unless `train.max_pass_tokens` is set; docs/decisions.md has the
+measurement behind the first, the second is a guess that fills a GPU and fits beside a 7B model."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ def _prepare(config: Config) -> _Run:
     peft_model = attach_lora(model, config.lora, seed=config.seed)
     peft_model.to(accelerator.device)
     objective = NextTokenLoss(peft_model)
+    config.optim.lr = config.optim.lr or lora_learning_rate(model.config.get_text_config().hidden_size)
     optimizer = build_optimizer([p for p in objective.parameters() if p.requires_grad], config.optim)
     _require_disk(run_dir, objective, keep=config.train.keep_checkpoints)
     plan = BatchPlan(
@@ -125,6 +126,7 @@ def _prepare(config: Config) -> _Run:
     )
     state = TrainState(
         world_size=accelerator.num_processes,
+        dtype=str(model.dtype).removeprefix("torch."),
         base_sha256=weights_sha256(peft_model),
         data_sha256=_data_sha256(dataset),
     )
@@ -203,7 +205,7 @@ def _require_disk(run_dir: Path, objective: NextTokenLoss, *, keep: int) -> None
     needed, free = 3 * trained_bytes * (keep + 1) + trained_bytes, shutil.disk_usage(run_dir).free
     require(
         free >= needed,
-        f"output_dir={run_dir} has {free / 1e9:.2f} GB free; the checkpoints and the export need {needed / 1e9:.2f} GB. "
+        f"output_dir={run_dir} has {free / 1e9:.2f} GB free; checkpoints and export need {needed / 1e9:.2f} GB. "
         "Free some, lower train.keep_checkpoints, or choose another output_dir",
     )
 
@@ -215,9 +217,7 @@ def _export(run: _Run) -> dict[str, Path]:
     if training.accelerator.is_main_process:
         quantizer = next(m.quantizer for m in run.model.modules() if isinstance(m, QuantLinear))
         for folder in folders.values():
-            write_adapter(
-                run.model, run.tokenizer, folder, quantizer=quantizer, base_sha256=run.state.base_sha256
-            )
+            write_adapter(run.model, run.tokenizer, folder, quantizer=quantizer, base_sha256=run.state.base_sha256)
     return folders
 
 

@@ -13,7 +13,10 @@ ROOT = Path(__file__).parent.parent.parent
 def jsonl(tmp_path_factory):
     """Forty short exchanges; lengths differ, so that padding, accumulation and order matter."""
     path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    rows = [{"prompt": f"Add {i} and {i + 1}" + "?" * (i % 7), "completion": f"{2 * i + 1}" * (1 + i % 5)} for i in range(40)]
+    rows = [
+        {"prompt": f"Add {i} and {i + 1}" + "?" * (i % 7), "completion": f"{2 * i + 1}" * (1 + i % 5)}
+        for i in range(40)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -23,7 +26,9 @@ def train(tmp_path):
     """Runs `python train.py <overrides>` in a folder of its own, as a user would; returns the finished process."""
 
     def run(*overrides: str, check: bool = True, **kwargs) -> subprocess.CompletedProcess:
-        done = subprocess.run(command(*overrides), cwd=tmp_path, env=environment(), capture_output=True, text=True, **kwargs)
+        done = subprocess.run(
+            command(*overrides), cwd=tmp_path, env=environment(), capture_output=True, text=True, **kwargs
+        )
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 

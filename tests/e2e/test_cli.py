@@ -26,7 +26,9 @@ def test_every_recipe_runs_and_leaves_a_whole_folder(train, tmp_path, jsonl, rec
 
 
 def test_a_sweep_is_a_folder_a_job(train, tmp_path, jsonl):
-    train("--multirun", "conf=qlora", *TINY, f"data.path={jsonl}", "seed=1,2", "train.max_steps=1", "evaluate.samples=0")
+    train(
+        "--multirun", "conf=qlora", *TINY, f"data.path={jsonl}", "seed=1,2", "train.max_steps=1", "evaluate.samples=0"
+    )
     (sweep,) = (tmp_path / "outputs" / "qlora").iterdir()
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1"]
     losses = {json.loads((sweep / job / "metrics.jsonl").read_text())["loss"] for job in ("0", "1")}
@@ -63,7 +65,9 @@ def test_python_m_trainer_is_the_same_command(tmp_path):
     import subprocess
     import sys
 
-    done = subprocess.run([sys.executable, "-m", "trainer", "conf=nothing"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "conf=nothing"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "Available options in 'conf': qlora" in " ".join(done.stderr.split())
 
 

@@ -35,7 +35,12 @@ def here():
 
 def start(tmp_path, *overrides):
     return subprocess.Popen(
-        command(*overrides), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(*overrides),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 

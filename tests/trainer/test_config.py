@@ -83,7 +83,9 @@ def test_resume_with_the_whole_command_again(tmp_path):
     assert load_config("conf=qlora", "model=tiny", "lora.rank=3", f"resume={run_dir}").lora.rank == 3
 
 
-@pytest.mark.parametrize("override", ["seed=5", "lora.rank=4", "train.batch_size=2", "optim.lr=0.5", "data.max_seq_len=99"])
+@pytest.mark.parametrize(
+    "override", ["seed=5", "lora.rank=4", "train.batch_size=2", "optim.lr=0.5", "data.max_seq_len=99"]
+)
 def test_resume_refuses_what_would_not_continue_the_run(tmp_path, override):
     run_dir = make_run(tmp_path)
     with pytest.raises(UserError, match=override.partition("=")[0]):

@@ -1,9 +1,9 @@
 """The PEFT adapter: what plain PEFT, transformers and vLLM load over the same base.
 
-    adapter_config.json, adapter_model.safetensors   as PEFT writes them
-    tokenizer files, chat template                   what training used
-    lowbit.json                                      the base's identity: its packed weights' hash and quantizer
-    README.md                                        model card with figures and how to load it
+adapter_config.json, adapter_model.safetensors   as PEFT writes them
+tokenizer files, chat template                   what training used
+lowbit.json                                      the base's identity: its packed weights' hash and quantizer
+README.md                                        model card with figures and how to load it
 """
 
 import json
