@@ -6,6 +6,7 @@ mistake is one line in the first second and leaves no folder behind.
 
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from datetime import datetime
@@ -58,7 +59,7 @@ def _run(composed: DictConfig) -> None:
             sys.exit(130)
     except UserError as error:
         code = _fail(error)
-        _discard_if_empty(Path(hydra_config.runtime.output_dir))
+        _discard_unstarted(Path(hydra_config.runtime.output_dir))
         sys.exit(code)
 
 
@@ -93,10 +94,11 @@ def _command() -> str:
     return "python train.py" if Path(sys.argv[0]).name == "train.py" else "python -m trainer"
 
 
-def _discard_if_empty(folder: Path) -> None:
-    """Remove the run folder that Hydra made for a run that never began."""
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+def _discard_unstarted(folder: Path) -> None:
+    """Remove the folder of a run that never began: it holds no more than the log of the mistake."""
+    logging.shutdown()
+    if {path.name for path in folder.iterdir()} <= {"train.log"}:
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

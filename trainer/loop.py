@@ -10,6 +10,7 @@ accelerate owns processes and devices. A step is atomic: Ctrl-C or SIGTERM lets 
 import logging
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -65,11 +66,15 @@ class Training:
 
 
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into `requested`; a second SIGINT stops at once."""
+    """Turns the first SIGINT or SIGTERM into `requested`; a second SIGINT stops at once.
+
+    Signals reach the main thread only; in another one nothing is installed.
+    """
 
     def __enter__(self) -> "StopSignal":
         self.requested = False
-        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -121,8 +126,9 @@ def train(run: Training, state: TrainState) -> TrainState:
             progress.update(metrics, left_s=(plan.num_steps - state.step) * state.train_s / state.step)
             stopping = _any_process(run.accelerator, stop.requested)
             if last or stopping or (config.save_every and state.step % config.save_every == 0):
+                objective = run.accelerator.unwrap_model(run.objective)
                 path = save_checkpoint(
-                    run.run_dir, state, run.objective, run.optimizer, run.accelerator, keep=config.keep_checkpoints
+                    run.run_dir, state, objective, run.optimizer, run.accelerator, keep=config.keep_checkpoints
                 )
                 if stopping and not last:
                     raise Interrupted(path)

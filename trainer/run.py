@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from datasets import Dataset
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.checkpoint import TrainState, checkpoints, load_checkpoint
 from trainer.config import Config, require, save_config
@@ -72,7 +72,18 @@ def finetune(config: Config) -> Result:
     """
     began = time.monotonic()
     run = _prepare(config)
-    state, training = run.state, run.training
+    run.state.wall_s += time.monotonic() - began
+    try:
+        return _train_and_finish(run)
+    finally:
+        for sink in run.training.sinks:
+            sink.close()
+
+
+def _train_and_finish(run: _Run) -> Result:
+    """Train, export, evaluate, report."""
+    state, training, config = run.state, run.training, run.training.config
+    began = time.monotonic()
     if state.eval_loss_base is None:
         with run.model.disable_adapter():
             state.eval_loss_base = training.evaluate()
@@ -85,8 +96,6 @@ def finetune(config: Config) -> Result:
     rows = run.held_out_rows[: config.evaluate.samples]
     samples = sample_answers(run.model, run.tokenizer, rows, max_new_tokens=config.evaluate.max_new_tokens)
     metrics = _metrics(run, eval_loss=eval_loss, wall_s=time.monotonic() - began)
-    for sink in training.sinks:
-        sink.close()
     if training.accelerator.is_main_process:
         (training.run_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         for folder in exports.values():
@@ -104,6 +113,7 @@ def _prepare(config: Config) -> _Run:
     run_dir = _open_run_dir(config, accelerator)
     rows, held_out_rows = load_rows(config.data, config.seed)
     model, tokenizer = load_model(config.model)
+    _require_positions(model, config)
     dataset = tokenize_rows(rows, tokenizer, config.data.max_seq_len)
     held_out = tokenize_rows(held_out_rows, tokenizer, config.data.max_seq_len)
     prepare_model(model, config.quant)
@@ -112,8 +122,8 @@ def _prepare(config: Config) -> _Run:
     peft_model = attach_lora(model, config.lora, seed=config.seed)
     peft_model.to(accelerator.device)
     objective = NextTokenLoss(peft_model)
-    config.optim.lr = config.optim.lr or lora_learning_rate(model.config.get_text_config().hidden_size)
-    optimizer = build_optimizer([p for p in objective.parameters() if p.requires_grad], config.optim)
+    optim = replace(config.optim, lr=config.optim.lr or lora_learning_rate(model.config.get_text_config().hidden_size))
+    optimizer = build_optimizer([p for p in objective.parameters() if p.requires_grad], optim)
     _require_disk(run_dir, objective, keep=config.train.keep_checkpoints)
     plan = BatchPlan(
         num_rows=len(dataset),
@@ -133,6 +143,7 @@ def _prepare(config: Config) -> _Run:
     state = _restore(run_dir, state, objective, optimizer, accelerator, seed=config.seed)
     objective = accelerator.prepare(objective)
     pad_id = pad_token_id(tokenizer)
+    _require_steps_left(plan, state, config)
 
     def evaluate() -> float:
         return held_out_loss(
@@ -140,7 +151,7 @@ def _prepare(config: Config) -> _Run:
         )
 
     training = Training(
-        config=config,
+        config=replace(config, optim=optim),
         run_dir=run_dir,
         accelerator=accelerator,
         objective=objective,
@@ -152,21 +163,21 @@ def _prepare(config: Config) -> _Run:
         sinks=open_sinks(config, run_dir, keep_steps=state.step) if accelerator.is_main_process else [],
         evaluate=evaluate,
     )
+    if accelerator.is_main_process:  # last, so that a folder with a config is a run that can be resumed
+        save_config(config, run_dir / "config.yaml")
     return _Run(training, peft_model, tokenizer, held_out, held_out_rows, state)
 
 
 def _open_run_dir(config: Config, accelerator: Accelerator) -> Path:
-    """Create the run folder and write the resolved config into it; a folder that holds a run is not written over."""
+    """Create the run folder; one that holds a run is not written over."""
     chosen = [config.output_dir or datetime.now().strftime("outputs/run/%Y-%m-%d_%H-%M-%S")]
     run_dir = Path(broadcast_object_list(chosen)[0])
-    saved = run_dir / "config.yaml"
     if accelerator.is_main_process:
         require(
-            bool(config.resume) or not saved.is_file(),
+            bool(config.resume) or not (run_dir / "config.yaml").is_file(),
             f"output_dir={run_dir} holds a run already; use resume={run_dir} to go on with it, or another folder",
         )
         run_dir.mkdir(parents=True, exist_ok=True)
-        save_config(config, saved)
     accelerator.wait_for_everyone()
     return run_dir
 
@@ -197,6 +208,24 @@ def _data_sha256(dataset: Dataset) -> str:
         for column in ("input_ids", "labels"):
             digest.update(np.concatenate(rows[column]).astype(np.int64))
     return digest.hexdigest()
+
+
+def _require_positions(model: PreTrainedModel, config: Config) -> None:
+    """Rows must not be longer than the model's positions reach."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    require(
+        limit is None or config.data.max_seq_len <= limit,
+        f"data.max_seq_len={config.data.max_seq_len} exceeds the model's {limit} positions; use {limit} or less",
+    )
+
+
+def _require_steps_left(plan: BatchPlan, state: TrainState, config: Config) -> None:
+    """A resumed run cannot end before its checkpoint."""
+    require(
+        state.step <= plan.num_steps,
+        f"train.max_steps={config.train.max_steps}, train.epochs={config.train.epochs} end at step {plan.num_steps}, "
+        f"before the checkpoint's step {state.step}; give more, or start a new run without resume",
+    )
 
 
 def _require_disk(run_dir: Path, objective: NextTokenLoss, *, keep: int) -> None:

@@ -58,7 +58,7 @@ def test_a_bad_row_is_named_and_leaves_nothing(train, tmp_path):
     path.write_text('{"prompt": "a", "completion": "b"}\n' * 3 + '{"prompt": "a", "completion"\n')
     done = train("conf=qlora", *TINY, f"data.path={path}", "output_dir=run", check=False)
     assert done.returncode == 2 and f"{path}:4" in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "run" / "export").exists()
+    assert not (tmp_path / "run").exists()  # so that the mended command can be repeated as it is
 
 
 def test_python_m_trainer_is_the_same_command(tmp_path):

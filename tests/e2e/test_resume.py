@@ -103,6 +103,12 @@ def test_a_finished_run_can_be_lengthened(tmp_path, here, jsonl):
     assert len(losses(run_dir)) == 5 and {step: losses(run_dir)[step] for step in first} == first
 
 
+def test_a_run_cannot_end_before_its_checkpoint(tmp_path, here, jsonl):
+    run_dir = here(*SETTINGS, f"data.path={jsonl}", "train.max_steps=4", f"output_dir={tmp_path / 'run'}")
+    with pytest.raises(UserError, match="before the checkpoint's step 4"):
+        here(f"resume={run_dir}", "train.max_steps=2")
+
+
 def test_resume_refuses_other_data(tmp_path, here, jsonl):
     mine = tmp_path / "mine.jsonl"
     shutil.copy(jsonl, mine)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.conftest import SETTINGS, losses
 from trainer.checkpoint import checkpoints
+from trainer.config import UserError
 from trainer.loop import TrainingDiverged
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,6 +54,9 @@ def test_two_processes_equal_one(run, tmp_path, uneven_jsonl):
     metrics = json.loads((two / "metrics.json").read_text())
     assert metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], rel=1e-6)
     assert metrics["tokens"] == one.metrics["tokens"]
+    resume = [*launch, str(ROOT / "train.py"), f"resume={two}", "train.max_steps=4"]
+    done = subprocess.run(resume, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and len(losses(two)) == 4, done.stdout + done.stderr
 
 
 def test_gradient_checkpointing_changes_nothing(run):
@@ -66,6 +70,12 @@ def test_training_lowers_the_held_out_loss(run):
     result = run("run", "train.max_steps=30", "optim.lr=0.01")
     # a random byte model starts near ln(260) = 5.56; that answers are digits is worth half a nat in 30 steps
     assert result.metrics["eval_loss"] < result.metrics["eval_loss_base"] - 0.5
+
+
+def test_rows_longer_than_the_model_reaches_are_refused(run, tmp_path):
+    with pytest.raises(UserError, match="data.max_seq_len=9999 exceeds the model's 2048 positions"):
+        run("run", "data.max_seq_len=9999")
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_divergence_stops_with_step_and_rows_and_keeps_the_checkpoint(run, tmp_path):
