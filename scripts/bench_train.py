@@ -76,7 +76,7 @@ def _measure(contender: str, steps: int) -> dict:
 
 
 def _ours(input_ids: torch.Tensor):
-    from trainer.config import load_config
+    from trainer.compose import load_config
     from trainer.lora import attach_lora
     from trainer.model import load_model, prepare_model
     from trainer.objective import NextTokenLoss

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 ALLOWED = {
     "trainer.kernels": {"trainer.kernels"},
     "trainer.config": set(),
+    "trainer.compose": {"trainer.config"},
     "trainer.quantizer": {"trainer.kernels"},
     "trainer.linear": {"trainer.quantizer", "trainer.kernels"},
     "trainer.lora": {"trainer.linear", "trainer.quantizer", "trainer.kernels", "trainer.config"},

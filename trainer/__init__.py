@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Config": "trainer.config",
-    "load_config": "trainer.config",
+    "load_config": "trainer.compose",
     "UserError": "trainer.config",
     "finetune": "trainer.run",
     "Quantizer": "trainer.quantizer",

@@ -17,7 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from trainer.config import CONF_DIR, UserError, find_run, load_config, recipes, register_configs, to_config
+from trainer.compose import CONF_DIR, find_run, load_config, recipes, register_configs, to_config
+from trainer.config import UserError
 
 log = logging.getLogger("trainer")
 

@@ -20,7 +20,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.checkpoint import TrainState, checkpoints, load_checkpoint
-from trainer.config import Config, require, save_config
+from trainer.compose import save_config
+from trainer.config import Config, require
 from trainer.data.chat import tokenize_rows
 from trainer.data.formats import Row, load_rows
 from trainer.data.loader import BatchPlan

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.e2e.conftest import ROOT
-from trainer.config import recipes
+from trainer.compose import recipes
 
 TINY = ("model=tiny", "data=jsonl", "data.eval_rows=4", "evaluate.max_new_tokens=4", "train.max_steps=3")
 

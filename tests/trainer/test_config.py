@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from trainer.config import CONF_DIR, Config, UserError, describe, load_config, recipes, save_config, to_dict
+from trainer.compose import CONF_DIR, describe, load_config, recipes, save_config
+from trainer.config import Config, UserError, to_dict
 
 
 @pytest.mark.parametrize("recipe", sorted(recipes()))

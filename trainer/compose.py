@@ -1,0 +1,220 @@
+"""From recipes and overrides to a Config: the Hydra groups behind the command line and `load_config`.
+
+A recipe is one file in `conf/`, chosen with `conf=<name>`; `model=` and `data=` choose from folders in there.
+Recipes are registered as group `conf` in Hydra's ConfigStore, so the folder stays flat and option listing, errors,
+overrides and sweeps are Hydra's own. A resumed run takes its config from its folder instead.
+"""
+
+import ast
+import difflib
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer import config as schema
+from trainer.config import Config, UserError, require, to_dict
+
+PACKAGE_DIR = Path(__file__).parent
+CONF_DIR = PACKAGE_DIR / "conf" if (PACKAGE_DIR / "conf").is_dir() else PACKAGE_DIR.parent / "conf"
+
+
+def recipes() -> dict[str, str]:
+    """Recipe name -> its first header line, in the order of the folder."""
+    return {path.stem: _header(path) for path in sorted(CONF_DIR.glob("*.yaml"))}
+
+
+def _header(path: Path) -> str:
+    return path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+def register_configs() -> None:
+    """Put the schema, the recipes and the front page into Hydra's ConfigStore. Safe to call twice."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for path in CONF_DIR.glob("*.yaml"):
+        store.store(group="conf", name=path.stem, node=OmegaConf.load(path), package="_global_")
+    # Only a defaults list (and Hydra's own settings): a key here would beat the recipe's.
+    defaults = ["_self_", "schema", {"model": "smollm2_135m"}, {"data": "pydocs"}, {"conf": None}]
+    store.store(name="config", node={"defaults": defaults, "hydra": _HYDRA})
+
+
+def to_config(composed: Any) -> Config:
+    """Turn Hydra's DictConfig into the validated dataclass; raises UserError."""
+    try:
+        return OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        cause = error.__cause__ or error.__context__
+        raise (cause if isinstance(cause, UserError) else UserError(str(error).splitlines()[0])) from None
+
+
+def load_config(*overrides: str) -> Config:
+    """Compose a config as the command line does: `load_config("conf=qlora", "model=tiny", "train.max_steps=5")`.
+
+    overrides  `key=value` each, as on the command line. With `resume=<run folder>` and no `conf=`, the config is that
+               run's and the other overrides apply to it.
+    raises     UserError for an unknown recipe, key or value
+    """
+    resume = next((item.removeprefix("resume=") for item in overrides if item.startswith("resume=")), "null")
+    others = [item for item in overrides if not item.startswith("resume=")]
+    named = any(item.startswith("conf=") for item in overrides)
+    if resume in ("null", ""):
+        require(named, f"conf is not set; use conf=<recipe>, one of: {', '.join(recipes())}")
+        return _compose(others)
+    run_dir = find_run(resume)
+    then = _read_config(run_dir / "config.yaml", [])
+    now = _compose(others) if named else _read_config(run_dir / "config.yaml", others)
+    now.output_dir = then.output_dir = str(run_dir)
+    for key, (old, new) in _differences(then, now).items():
+        require(
+            key.startswith(CHANGEABLE_ON_RESUME),
+            f"{key}={new} differs from the run's {key}={old}, so resuming {run_dir} would not continue it; "
+            "leave the key (and conf=) out, or start a new run without resume",
+        )
+    now.resume = str(run_dir)
+    return now
+
+
+CHANGEABLE_ON_RESUME = (
+    *("tracker", "project", "evaluate.", "export.", "train.max_steps", "train.epochs", "train.eval_every"),
+    *("train.eval_batch_size", "train.save_every", "train.keep_checkpoints", "train.log_row_ids"),
+)
+"""Keys that leave the trained function's path alone, or lengthen it."""
+
+
+def find_run(resume: str) -> Path:
+    """The folder that `resume` names; `latest` is the run below outputs/ that was last written to."""
+    if resume != "latest":
+        require((Path(resume) / "config.yaml").is_file(), f"resume={resume} is not a run folder: no config.yaml in it")
+        return Path(resume)
+    runs = [path.parent for path in Path("outputs").glob("**/config.yaml")]
+    require(bool(runs), "resume=latest found no run below outputs/; give the run folder: resume=<folder>")
+    return max(runs, key=lambda run: max(path.stat().st_mtime for path in (run, *run.glob("*"))))
+
+
+def _compose(overrides: list[str]) -> Config:
+    register_configs()
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            return to_config(compose("config", overrides))
+    except HydraException as error:
+        raise UserError(_explain(error)) from None
+
+
+def _explain(error: HydraException) -> str:
+    """Hydra's message in one line, with the keys that come close to an unknown one."""
+    text = str(error).split("\nConfig search path")[0]
+    if unknown := re.match(r"Could not override '([^']+)'", text):
+        keys = list(_flat(to_dict(Config())))
+        close = difflib.get_close_matches(unknown[1], keys, n=2, cutoff=0.7)
+        return f"{unknown[1]} is not a key; {'did you mean ' + ' or '.join(close) if close else 'see --help'}?"
+    cause = str(error.__cause__ or "").splitlines()
+    return " ".join(" ".join([text, *cause[:1]]).split())
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved config as YAML."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), encoding="utf-8")
+
+
+def _read_config(path: Path, overrides: list[str]) -> Config:
+    """Read a resolved config and apply `key=value` overrides to it."""
+    try:
+        saved = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        return to_config(OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides)))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path} with {overrides}: {str(error).splitlines()[0]}") from None
+
+
+def _differences(left: Config, right: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys whose values differ, as `section.key`, with both values."""
+    a, b = _flat(to_dict(left)), _flat(to_dict(right))
+    return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = _flat(value) if isinstance(value, dict) else {}
+        flat.update({f"{key}.{name}": item for name, item in nested.items()} if nested else {key: value})
+    return flat
+
+
+_HELP = """lowbit: fine-tune a language model in 4 bits.
+
+    python train.py conf=<recipe> [model=<model>] [data=<data>] [key=value ...]
+
+$APP_CONFIG_GROUPS
+Go on with a stopped run:   python train.py resume=latest     (or resume=<run folder>)
+Sweep:                      python train.py --multirun conf=qlora seed=1,2
+
+Every key with its default:
+
+%s
+"""
+
+
+def describe() -> str:
+    """Every key of the schema with its default and its docstring, for --help."""
+    docs = _field_docs(ast.parse(inspect.getsource(schema)))
+    lines = []
+    for key, default in _flat(to_dict(Config())).items():
+        owner = Config()
+        for name in key.split(".")[:-1]:
+            owner = getattr(owner, name)
+        doc = " ".join(docs[type(owner).__name__, key.rpartition(".")[2]].split())
+        head = f"{key} = {'null' if default is None else str(default).lower() if default in (True, False) else default}"
+        lines += textwrap.wrap(doc, 120, initial_indent=f"  {head:<38} ", subsequent_indent=" " * 41)
+    return "\n".join(lines)
+
+
+def _field_docs(tree: ast.Module) -> dict[tuple[str, str], str]:
+    """(class, field) -> the string that stands below the field."""
+    docs = {}
+    for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field_, doc in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field_, ast.AnnAssign) and isinstance(doc, ast.Expr):
+                docs[node.name, field_.target.id] = ast.literal_eval(doc.value)
+    return docs
+
+
+_HYDRA = {
+    "run": {"dir": "${lowbit_run_dir:${output_dir},${resume},${hydra.runtime.choices.conf}}"},
+    "sweep": {
+        "dir": "${lowbit_run_dir:${output_dir},${resume},${hydra.runtime.choices.conf}}",
+        "subdir": "${hydra.job.num}",
+    },
+    "output_subdir": None,
+    "job": {"name": "train", "chdir": False},
+    "help": {"app_name": "lowbit", "template": _HELP % describe()},
+    "job_logging": {
+        "version": 1,
+        "formatters": {
+            "short": {"format": "%(message)s"},
+            "long": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"},
+        },
+        "handlers": {
+            "console": {"class": "logging.StreamHandler", "formatter": "short", "stream": "ext://sys.stdout"},
+            "file": {
+                "class": "logging.FileHandler",
+                "formatter": "long",
+                "filename": "${hydra.runtime.output_dir}/train.log",
+                "delay": True,
+            },
+        },
+        "root": {"level": "WARNING", "handlers": ["console", "file"]},
+        "loggers": {
+            "trainer": {"level": "INFO"},
+            "py.warnings": {"handlers": ["file"], "propagate": False},
+            "bitsandbytes": {"level": "ERROR"},  # it tells of optional kernels each time it is imported
+        },
+        "disable_existing_loggers": False,
+    },
+}
