@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -43,6 +44,8 @@ def _run(composed: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     logging.captureWarnings(True)
     try:
+        if composed.resume and hydra_config.mode is RunMode.MULTIRUN:
+            raise UserError(f"resume={composed.resume} cannot be swept; resume one run at a time, without --multirun")
         config = load_config(*hydra_config.overrides.task) if composed.resume else to_config(composed)
         config.output_dir = os.path.relpath(hydra_config.runtime.output_dir)
         from trainer.loop import Interrupted, TrainingDiverged
@@ -57,6 +60,9 @@ def _run(composed: DictConfig) -> None:
             log.warning(
                 "stopped; %s is saved. Go on with: %s resume=%s", stop.checkpoint, _command(), config.output_dir
             )
+            sys.exit(130)
+        except KeyboardInterrupt:
+            log.warning("stopped between steps; go on with: %s resume=%s", _command(), config.output_dir)
             sys.exit(130)
     except UserError as error:
         code = _fail(error)
@@ -92,13 +98,15 @@ def _fail(error: UserError) -> int:
 
 
 def _command() -> str:
-    return "python train.py" if Path(sys.argv[0]).name == "train.py" else "python -m trainer"
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    script = "train.py" if Path(sys.argv[0]).name == "train.py" else "-m trainer"
+    return f"python {script}" if processes == 1 else f"torchrun --standalone --nproc_per_node={processes} {script}"
 
 
 def _discard_unstarted(folder: Path) -> None:
     """Remove the folder of a run that never began: it holds no more than the log of the mistake."""
     logging.shutdown()
-    if {path.name for path in folder.iterdir()} <= {"train.log"}:
+    if {path.name for path in folder.iterdir()} <= {"train.log", ".lock"}:
         shutil.rmtree(folder)
 
 

@@ -40,6 +40,11 @@ class TrainState:
     """The compute dtype; `model.dtype=auto` may choose another on another machine."""
     base_sha256: str = ""
     data_sha256: str = ""
+    device: str = ""
+    """The device type: cpu, cuda, ..."""
+    kernels: str = ""
+    """The implementation of the NF4 op: reference, cpu or triton."""
+    max_pass_tokens: int = 0
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -60,13 +65,11 @@ def save_checkpoint(
     """Write the checkpoint of `state.step` and prune older ones, leaving `keep`; every process calls this."""
     folder = run_dir / "checkpoints"
     target, partial = folder / f"step_{state.step}", folder / f".step_{state.step}.partial"
-    if target in checkpoints(run_dir):  # resume is exact, so it holds these very values
-        return target
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    torch.save(_rng_state(), partial / f"rng_{accelerator.process_index}.pt")
+    torch.save(_rng_state(accelerator.device), partial / f"rng_{accelerator.process_index}.pt")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         save_file(_trainable(model), partial / "trainable.safetensors")
@@ -77,7 +80,9 @@ def save_checkpoint(
         partial.rename(target)
         _flush(folder)
         for old in checkpoints(run_dir)[:-keep]:
-            shutil.rmtree(old)
+            hidden = old.with_name(f".{old.name}.partial")  # a kill in mid-removal must not leave half of it
+            old.rename(hidden)
+            shutil.rmtree(hidden)
     accelerator.wait_for_everyone()
     return target
 
@@ -92,10 +97,13 @@ def load_checkpoint(
     """
     state = TrainState(**json.loads((path / "state.json").read_text()))
     for name, what in (
-        ("base_sha256", "the base model's packed weights"),
-        ("data_sha256", "the training data, tokenizer or chat template"),
+        ("base_sha256", "the base model's weights"),
+        ("data_sha256", "the training or held-out data, the tokenizer or the chat template"),
         ("world_size", "the number of processes"),
         ("dtype", "the compute dtype (set model.dtype)"),
+        ("device", "the device type"),
+        ("kernels", "the kernel implementation (set LOWBIT_KERNELS, or install a compiler)"),
+        ("max_pass_tokens", "train.max_pass_tokens"),
     ):
         now, then = getattr(expected, name), getattr(state, name)
         require(
@@ -105,7 +113,7 @@ def load_checkpoint(
         )
     _load_trainable(path / "trainable.safetensors", model)
     optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True))
-    _restore_rng(torch.load(path / f"rng_{accelerator.process_index}.pt", weights_only=True))
+    _restore_rng(torch.load(path / f"rng_{accelerator.process_index}.pt", weights_only=True), accelerator.device)
     return state
 
 
@@ -122,13 +130,15 @@ def _load_trainable(path: Path, model: nn.Module) -> None:
         param.copy_(saved[name])
 
 
-def _rng_state() -> dict[str, torch.Tensor | list[torch.Tensor]]:
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
 
 
-def _restore_rng(state: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
+def _restore_rng(state: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
-    torch.cuda.set_rng_state_all(state["cuda"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def _flush(path: Path) -> None:

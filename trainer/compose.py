@@ -48,6 +48,8 @@ def register_configs() -> None:
 
 def to_config(composed: Any) -> Config:
     """Turn Hydra's DictConfig into the validated dataclass; raises UserError."""
+    unknown = _flat(OmegaConf.to_container(composed)).keys() - _flat(to_dict(Config())).keys()
+    require(not unknown, "; ".join(_unknown_key(key) for key in sorted(unknown)))
     try:
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -69,24 +71,24 @@ def load_config(*overrides: str) -> Config:
         require(named, f"conf is not set; use conf=<recipe>, one of: {', '.join(recipes())}")
         return _compose(others)
     run_dir = find_run(resume)
-    then = _read_config(run_dir / "config.yaml", [])
+    then = _flat(OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml")))
     now = _compose(others) if named else _read_config(run_dir / "config.yaml", others)
-    now.output_dir = then.output_dir = str(run_dir)
-    for key, (old, new) in _differences(then, now).items():
+    for key, value in _flat(to_dict(now)).items():
         require(
-            key.startswith(CHANGEABLE_ON_RESUME),
-            f"{key}={new} differs from the run's {key}={old}, so resuming {run_dir} would not continue it; "
+            value == then.get(key) or key.startswith(CHANGEABLE_ON_RESUME),
+            f"{key}={value} differs from the run's {key}={then.get(key)}, so resuming {run_dir} would not continue it; "
             "leave the key (and conf=) out, or start a new run without resume",
         )
-    now.resume = str(run_dir)
+    now.output_dir = now.resume = str(run_dir)
     return now
 
 
 CHANGEABLE_ON_RESUME = (
-    *("tracker", "project", "evaluate.", "export.", "train.max_steps", "train.epochs", "train.eval_every"),
-    *("train.eval_batch_size", "train.save_every", "train.keep_checkpoints", "train.log_row_ids"),
+    *("output_dir", "resume", "tracker", "project", "evaluate.", "export.", "train.max_steps", "train.epochs"),
+    *("train.eval_every", "train.eval_batch_size", "train.save_every", "train.keep_checkpoints", "train.log_row_ids"),
+    *("data.path", "data.eval_path", "model.path"),
 )
-"""Keys that leave the trained function's path alone, or lengthen it."""
+"""Keys that leave the path of training alone or lengthen it; files may have moved, hashes guard what is in them."""
 
 
 def find_run(resume: str) -> Path:
@@ -94,7 +96,7 @@ def find_run(resume: str) -> Path:
     if resume != "latest":
         require((Path(resume) / "config.yaml").is_file(), f"resume={resume} is not a run folder: no config.yaml in it")
         return Path(resume)
-    runs = [path.parent for path in Path("outputs").glob("**/config.yaml")]
+    runs = [path.parent for path in Path("outputs").glob("**/config.yaml") if "wandb" not in path.parts]
     require(bool(runs), "resume=latest found no run below outputs/; give the run folder: resume=<folder>")
     return max(runs, key=lambda run: max(path.stat().st_mtime for path in (run, *run.glob("*"))))
 
@@ -112,11 +114,22 @@ def _explain(error: HydraException) -> str:
     """Hydra's message in one line, with the keys that come close to an unknown one."""
     text = str(error).split("\nConfig search path")[0]
     if unknown := re.match(r"Could not override '([^']+)'", text):
-        keys = list(_flat(to_dict(Config())))
-        close = difflib.get_close_matches(unknown[1], keys, n=2, cutoff=0.7)
-        return f"{unknown[1]} is not a key; {'did you mean ' + ' or '.join(close) if close else 'see --help'}?"
+        return _unknown_key(unknown[1])
+    if group := re.search(r"Could not find '(model|data)/(\S+)'", text):
+        text += f". A {group[1]} of your own: {_OWN[group[1]]}{group[2]}"
     cause = str(error.__cause__ or "").splitlines()
     return " ".join(" ".join([text, *cause[:1]]).split())
+
+
+_OWN = {"model": "model=hub (or folder, gguf) model.path=", "data": "data=jsonl data.path="}
+
+
+def _unknown_key(key: str) -> str:
+    keys = list(_flat(to_dict(Config())))
+    close = [name for name in keys if name.endswith(f".{key}")]
+    close = close or difflib.get_close_matches(key, keys, n=2, cutoff=0.7)
+    hint = f"did you mean {' or '.join(close)}?" if close else "see python train.py --help"
+    return f"{key} is not a key; {hint}"
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -126,17 +139,16 @@ def save_config(config: Config, path: Path) -> None:
 
 def _read_config(path: Path, overrides: list[str]) -> Config:
     """Read a resolved config and apply `key=value` overrides to it."""
+    keys = [item.partition("=")[0] for item in overrides]
+    groups = [key for key in keys if key in ("model", "data")]
+    require(not groups, f"{groups} cannot change on resume; leave it out, or repeat the run's whole command with conf=")
+    unknown = [key for key in keys if key not in _flat(to_dict(Config()))]
+    require(not unknown, "; ".join(_unknown_key(key) for key in unknown))
     try:
         saved = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
         return to_config(OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides)))
     except OmegaConfBaseException as error:
         raise UserError(f"{path} with {overrides}: {str(error).splitlines()[0]}") from None
-
-
-def _differences(left: Config, right: Config) -> dict[str, tuple[Any, Any]]:
-    """The keys whose values differ, as `section.key`, with both values."""
-    a, b = _flat(to_dict(left)), _flat(to_dict(right))
-    return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:

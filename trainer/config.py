@@ -5,6 +5,7 @@ these plain dataclasses and nobody a DictConfig. `__post_init__` answers a mista
 accepted and the next step.
 """
 
+import math
 from dataclasses import asdict, dataclass, field
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -77,6 +78,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         key = f"model.path={self.path}"
+        require(
+            self.revision is None or self.source is ModelSource.hub,
+            f"model.revision={self.revision} has no effect with a {self.source.value} model; use model=hub",
+        )
         match self.source:
             case ModelSource.hub:
                 require(bool(self.path), "model.path is not set; model=hub needs model.path=org/name")
@@ -174,7 +179,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require(self.max_steps is None or self.max_steps > 0, f"train.max_steps={self.max_steps}; give >= 1, or null")
-        require(self.epochs > 0, f"train.epochs={self.epochs}; give a number above 0")
+        require(0 < self.epochs < math.inf, f"train.epochs={self.epochs}; give a number above 0")
         for name in ("batch_size", "grad_accum_steps", "max_pass_tokens", "eval_batch_size", "keep_checkpoints"):
             require(
                 getattr(self, name) is None or getattr(self, name) > 0,
@@ -207,11 +212,18 @@ class OptimConfig:
     """Where linear and cosine end, as a share of `lr`."""
 
     def __post_init__(self) -> None:
-        require(self.lr is None or self.lr > 0, f"optim.lr={self.lr}; give a number above 0, such as 2e-4, or null")
-        require(self.eps > 0, f"optim.eps={self.eps}; give a number above 0")
-        require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay}; give 0 or more")
+        require(
+            self.lr is None or 0 < self.lr < math.inf,
+            f"optim.lr={self.lr}; give a number above 0, such as 2e-4, or null",
+        )
+        require(0 < self.eps < math.inf, f"optim.eps={self.eps}; give a number above 0")
+        require(0 <= self.weight_decay < math.inf, f"optim.weight_decay={self.weight_decay}; give 0 or more")
         for name in ("beta1", "beta2", "warmup_ratio"):
             require(0 <= getattr(self, name) < 1, f"optim.{name}={getattr(self, name)}; give a number in [0, 1)")
+        require(
+            self.min_lr_ratio == 0 or self.schedule is not Schedule.constant,
+            f"optim.min_lr_ratio={self.min_lr_ratio} has no effect with optim.schedule=constant; use linear or cosine",
+        )
         require(0 <= self.min_lr_ratio <= 1, f"optim.min_lr_ratio={self.min_lr_ratio}; give a number in [0, 1]")
 
 
@@ -242,7 +254,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         require(self.rank > 0, f"lora.rank={self.rank}; give at least 1")
-        require(self.alpha > 0, f"lora.alpha={self.alpha}; give a number above 0")
+        require(0 < self.alpha < math.inf, f"lora.alpha={self.alpha}; give a number above 0")
         require(0 <= self.dropout < 1, f"lora.dropout={self.dropout}; give a number in [0, 1)")
         names = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
         require(

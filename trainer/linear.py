@@ -101,11 +101,13 @@ def quantize_linears(model: nn.Module, quantizer: Quantizer, *, skip: set[nn.Mod
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """A hash of all packed weights in `model`: the identity of the base that an adapter belongs to."""
+    """A hash of every frozen tensor of `model`, packed or not, in order: the base that an adapter belongs to.
+
+    Names are left out, since PEFT changes them; adapters are what is not frozen, or called `lora_`.
+    """
     digest = hashlib.sha256()
-    for name, layer in model.named_modules():
-        if isinstance(layer, QuantLinear):
-            for key, buffer in layer.named_buffers(recurse=False):
-                digest.update(f"{name.removeprefix('base_model.model.').removesuffix('.base_layer')}.{key}".encode())
-                digest.update(buffer.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not tensor.requires_grad and "lora_" not in name:
+            digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

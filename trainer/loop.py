@@ -130,7 +130,7 @@ def train(run: Training, state: TrainState) -> TrainState:
                 path = save_checkpoint(
                     run.run_dir, state, objective, run.optimizer, run.accelerator, keep=config.keep_checkpoints
                 )
-                if stopping and not last:
+                if stopping:
                     raise Interrupted(path)
     return state
 
@@ -162,7 +162,7 @@ def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, 
         origins = [run.dataset[row]["origin"] for row in rows]
         raise TrainingDiverged(
             f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no weight was changed. Rows {rows} from "
-            f"{origins[:8]}. Lower optim.lr (now {lr:.2e}) or look at these rows; resume starts before this step"
+            f"{origins[:8]}. Look at these rows, or start a new run with a lower optim.lr (now {lr:.2e})"
         )
     for group in run.optimizer.param_groups:
         group["lr"] = lr

@@ -6,6 +6,8 @@ import logging
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -16,12 +18,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from datasets import Dataset
+from filelock import FileLock, Timeout
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.checkpoint import TrainState, checkpoints, load_checkpoint
 from trainer.compose import save_config
-from trainer.config import Config, require
+from trainer.config import Config, UserError, require
 from trainer.data.chat import tokenize_rows
 from trainer.data.formats import Row, load_rows
 from trainer.data.loader import BatchPlan
@@ -29,8 +32,9 @@ from trainer.evaluate.perplexity import held_out_loss
 from trainer.evaluate.report import print_report
 from trainer.evaluate.samples import Sample, sample_answers
 from trainer.export.adapter import write_adapter, write_model_card
+from trainer.kernels._cpp import choose
 from trainer.linear import QuantLinear, weights_sha256
-from trainer.loop import Training, train
+from trainer.loop import Training, TrainingDiverged, train
 from trainer.lora import attach_lora
 from trainer.metrics import open_sinks, peak_memory_bytes
 from trainer.model import load_model, pad_token_id, prepare_model
@@ -72,13 +76,17 @@ def finetune(config: Config) -> Result:
     raises  UserError for what the user can mend, TrainingDiverged, Interrupted (a checkpoint is written)
     """
     began = time.monotonic()
-    run = _prepare(config)
-    run.state.wall_s += time.monotonic() - began
-    try:
-        return _train_and_finish(run)
-    finally:
-        for sink in run.training.sinks:
-            sink.close()
+    on_cpu = torch.backends.mps.is_available() and not torch.cuda.is_available()  # float64 sums do not exist on mps
+    accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    run_dir = _open_run_dir(config, accelerator)
+    with _only_writer(run_dir, accelerator):
+        run = _prepare(config, run_dir, accelerator)
+        run.state.wall_s += time.monotonic() - began
+        try:
+            return _train_and_finish(run)
+        finally:
+            for sink in run.training.sinks:
+                sink.close()
 
 
 def _train_and_finish(run: _Run) -> Result:
@@ -92,8 +100,10 @@ def _train_and_finish(run: _Run) -> Result:
     state.wall_s += time.monotonic() - began
     train(training, state)
     began = time.monotonic() - state.wall_s
-    exports = _export(run)
     eval_loss = training.evaluate()
+    if not math.isfinite(eval_loss):
+        raise TrainingDiverged(f"the held-out loss after step {state.step} is {eval_loss}; start anew, lower optim.lr")
+    exports = _export(run)
     rows = run.held_out_rows[: config.evaluate.samples]
     samples = sample_answers(run.model, run.tokenizer, rows, max_new_tokens=config.evaluate.max_new_tokens)
     metrics = _metrics(run, eval_loss=eval_loss, wall_s=time.monotonic() - began)
@@ -106,12 +116,32 @@ def _train_and_finish(run: _Run) -> Result:
     return Result(training.run_dir, metrics, exports, samples)
 
 
-def _prepare(config: Config) -> _Run:
+@contextmanager
+def _only_writer(run_dir: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the run folder: a second process would tear checkpoints and metrics.
+
+    raises  UserError if another process holds it
+    """
+    if not accelerator.is_main_process:
+        yield
+        return
+    path = run_dir / ".lock"
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{run_dir} is being written by another process; wait for it, or stop it first") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        path.unlink(missing_ok=True)
+
+
+def _prepare(config: Config, run_dir: Path, accelerator: Accelerator) -> _Run:
     """Everything up to the first step: model packed, adapter attached, data tokenized, checkpoint restored."""
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     if not accelerator.is_main_process:
         logging.getLogger("trainer").setLevel(logging.WARNING)
-    run_dir = _open_run_dir(config, accelerator)
     rows, held_out_rows = load_rows(config.data, config.seed)
     model, tokenizer = load_model(config.model)
     _require_positions(model, config)
@@ -139,7 +169,10 @@ def _prepare(config: Config) -> _Run:
         world_size=accelerator.num_processes,
         dtype=str(model.dtype).removeprefix("torch."),
         base_sha256=weights_sha256(peft_model),
-        data_sha256=_data_sha256(dataset),
+        data_sha256=_data_sha256(dataset, held_out),
+        device=accelerator.device.type,
+        kernels=choose("nf4", accelerator.device.type),
+        max_pass_tokens=config.train.max_pass_tokens or MAX_PASS_TOKENS[accelerator.device.type != "cpu"],
     )
     state = _restore(run_dir, state, objective, optimizer, accelerator, seed=config.seed)
     objective = accelerator.prepare(objective)
@@ -160,7 +193,7 @@ def _prepare(config: Config) -> _Run:
         dataset=dataset,
         plan=plan,
         pad_token_id=pad_id,
-        max_pass_tokens=config.train.max_pass_tokens or MAX_PASS_TOKENS[accelerator.device.type != "cpu"],
+        max_pass_tokens=state.max_pass_tokens,
         sinks=open_sinks(config, run_dir, keep_steps=state.step) if accelerator.is_main_process else [],
         evaluate=evaluate,
     )
@@ -198,16 +231,21 @@ def _restore(
     if not found:
         return state
     state = load_checkpoint(found[-1], objective, optimizer, accelerator, expected=state)
-    log.info("resume   %s, step %d", run_dir, state.step)
+    log.info(
+        "resume   %s, step %d (with other train.max_steps or epochs the schedule is that of the new length)",
+        run_dir,
+        state.step,
+    )
     return state
 
 
-def _data_sha256(dataset: Dataset) -> str:
+def _data_sha256(*datasets: Dataset) -> str:
     """A hash of all tokens and labels: it changes with the data, the tokenizer, the template and the cut."""
     digest = hashlib.sha256()
-    for rows in dataset.with_format("numpy").iter(batch_size=1024):
-        for column in ("input_ids", "labels"):
-            digest.update(np.concatenate(rows[column]).astype(np.int64))
+    for dataset in datasets:
+        for rows in dataset.with_format("numpy").iter(batch_size=1024):
+            for column in ("input_ids", "labels"):
+                digest.update(np.concatenate(rows[column]).astype(np.int64))
     return digest.hexdigest()
 
 
@@ -251,6 +289,11 @@ def _export(run: _Run) -> dict[str, Path]:
     return folders
 
 
+def _perplexity(loss: float) -> float:
+    """exp(loss), infinite where a float64 cannot hold it."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def _metrics(run: _Run, *, eval_loss: float, wall_s: float) -> dict[str, Any]:
     """The content of metrics.json: losses in nats a target token, times in seconds."""
     state = run.state
@@ -259,8 +302,8 @@ def _metrics(run: _Run, *, eval_loss: float, wall_s: float) -> dict[str, Any]:
         "wall_s": wall_s,
         "eval_loss_base": state.eval_loss_base,
         "eval_loss": eval_loss,
-        "perplexity_base": math.exp(state.eval_loss_base),
-        "perplexity": math.exp(eval_loss),
+        "perplexity_base": _perplexity(state.eval_loss_base),
+        "perplexity": _perplexity(eval_loss),
         "eval_rows": len(run.held_out),
         "eval_tokens": sum(num_targets(torch.tensor([labels])) for labels in run.held_out["labels"]),
         "tokens": state.tokens,

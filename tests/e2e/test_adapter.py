@@ -95,11 +95,12 @@ def test_reading_back_gives_what_was_trained(result, ours):
     assert loss == result.metrics["eval_loss"]
 
 
-def test_another_base_is_refused(base, result, tmp_path):
+@pytest.mark.parametrize("name", ["layers.0.mlp.up_proj", "layers.1.input_layernorm", "embed_tokens"])
+def test_another_base_is_refused(base, result, tmp_path, name):
     other = tmp_path / "other"
     shutil.copytree(base, other)
     weights = load_file(other / "model.safetensors")
-    weights["model.layers.0.mlp.up_proj.weight"] *= -1
+    weights[f"model.{name}.weight"] *= -1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     model, _ = load_model(ModelConfig(source=ModelSource.folder, path=str(other), dtype=DType.float32))
     prepare_model(model, QuantConfig())

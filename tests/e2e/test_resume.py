@@ -6,6 +6,7 @@ import subprocess
 import time
 
 import pytest
+import torch
 
 from tests.e2e.conftest import command, environment, losses
 from trainer import UserError, finetune, load_config
@@ -53,7 +54,7 @@ def start(tmp_path, *overrides):
 )
 def test_a_killed_run_resumes_bit_identical(tmp_path, here, jsonl, optimizer, steps):
     """Killed again and again, the run ends with the losses of one that was never touched."""
-    settings = (*SETTINGS, f"data.path={jsonl}", f"optim.name={optimizer}")
+    settings = (*SETTINGS, f"data.path={jsonl}", f"optim.name={optimizer}", "lora.rank=64")
     whole = losses(here(*settings, f"output_dir={tmp_path / 'whole'}"))
     run_dir = tmp_path / "killed"
     for step in steps:
@@ -66,6 +67,11 @@ def test_a_killed_run_resumes_bit_identical(tmp_path, here, jsonl, optimizer, st
     here(f"resume={run_dir}")
     assert losses(run_dir) == whole
     assert (run_dir / "metrics.jsonl").read_text().count('"row_ids"') == 16
+    state = torch.load(run_dir / "checkpoints" / "step_16" / "optimizer.pt", weights_only=True)["state"]
+    eight_bit = any(
+        value.dtype is torch.uint8 for entry in state.values() for value in entry.values() if torch.is_tensor(value)
+    )
+    assert eight_bit == (optimizer == "adamw_8bit")  # bitsandbytes keeps tensors under 4096 values in float32
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, here, jsonl):
@@ -114,8 +120,38 @@ def test_resume_refuses_other_data(tmp_path, here, jsonl):
     shutil.copy(jsonl, mine)
     run_dir = here(*SETTINGS, f"data.path={mine}", "train.max_steps=3", f"output_dir={tmp_path / 'run'}")
     mine.write_text(mine.read_text().replace("Add 3 and", "Sum 3 and"))
-    with pytest.raises(UserError, match="the training data.* changed"):
+    with pytest.raises(UserError, match="the training or held-out data.* changed"):
         here(f"resume={run_dir}", "train.max_steps=5")
+
+
+def test_two_processes_cannot_write_one_run(tmp_path, here, jsonl):
+    run_dir = tmp_path / "run"
+    process = start(tmp_path, *SETTINGS, f"data.path={jsonl}", "train.max_steps=2000", f"output_dir={run_dir}")
+    wait_for_step(run_dir, 1, process)
+    with pytest.raises(UserError, match="another process"):
+        here(f"resume={run_dir}")
+    process.kill()
+    process.wait()
+    here(f"resume={run_dir}", "train.max_steps=4")  # the lock of a killed process does not stay
+
+
+def test_held_out_data_must_be_the_same_too(tmp_path, here, jsonl):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "Add 1 and 1", "completion": "2"}\n')
+    settings = (*SETTINGS, f"data.path={jsonl}", f"data.eval_path={held_out}", "train.max_steps=2")
+    run_dir = here(*settings, f"output_dir={tmp_path / 'run'}")
+    held_out.write_text('{"prompt": "Add 1 and 1", "completion": "two"}\n')
+    with pytest.raises(UserError, match="held-out data"):
+        here(f"resume={run_dir}", "train.max_steps=3")
+
+
+def test_moved_data_can_be_named(tmp_path, here, jsonl):
+    mine = tmp_path / "mine.jsonl"
+    shutil.copy(jsonl, mine)
+    run_dir = here(*SETTINGS, f"data.path={mine}", "train.max_steps=2", f"output_dir={tmp_path / 'run'}")
+    mine.rename(tmp_path / "moved.jsonl")
+    here(f"resume={run_dir}", f"data.path={tmp_path / 'moved.jsonl'}", "train.max_steps=3")
+    assert len(losses(run_dir)) == 3
 
 
 def test_a_run_folder_is_not_written_over(tmp_path, here, jsonl):

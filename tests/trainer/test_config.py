@@ -85,7 +85,16 @@ def test_resume_with_the_whole_command_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override", ["seed=5", "lora.rank=4", "train.batch_size=2", "optim.lr=0.5", "data.max_seq_len=99"]
+    "override",
+    [
+        "train.max_step=3",
+        "model=hub",
+        "seed=5",
+        "lora.rank=4",
+        "train.batch_size=2",
+        "optim.lr=0.5",
+        "data.max_seq_len=99",
+    ],
 )
 def test_resume_refuses_what_would_not_continue_the_run(tmp_path, override):
     run_dir = make_run(tmp_path)

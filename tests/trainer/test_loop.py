@@ -12,6 +12,7 @@ from tests.trainer.conftest import SETTINGS, losses
 from trainer.checkpoint import checkpoints
 from trainer.config import UserError
 from trainer.loop import TrainingDiverged
+from trainer.objective import NextTokenLoss
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -78,12 +79,36 @@ def test_rows_longer_than_the_model_reaches_are_refused(run, tmp_path):
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_divergence_stops_with_step_and_rows_and_keeps_the_checkpoint(run, tmp_path):
+def test_divergence_stops_with_step_and_rows(run, tmp_path):
     with pytest.raises(TrainingDiverged, match=r"step \d+: loss .*Rows \[.*uneven\.jsonl:\d+.*optim\.lr"):
         run("run", "train.max_steps=20", "optim.lr=1e30", "train.save_every=1", "optim.warmup_ratio=0")
-    for folder in checkpoints(tmp_path / "run"):
-        tensors = load_file(folder / "trainable.safetensors").values()
-        assert all(torch.isfinite(tensor).all() for tensor in tensors)
+    assert not (tmp_path / "run" / "export").exists()
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight(run, tmp_path, monkeypatch):
+    """Step 3 breaks: the checkpoint of step 2 is the newest, and holds what an unbroken run holds there."""
+    whole = run("whole", "train.max_steps=2", "optim.schedule=constant", "optim.warmup_ratio=0")
+    forward, calls = NextTokenLoss.forward, []
+
+    def broken(self, input_ids, labels):
+        loss = forward(self, input_ids, labels)
+        calls.append(self.training)
+        return loss * (float("nan") if sum(calls) == 3 else 1.0)
+
+    monkeypatch.setattr(NextTokenLoss, "forward", broken)
+    settings = ("train.max_steps=9", "train.save_every=1", "optim.schedule=constant", "optim.warmup_ratio=0")
+    with pytest.raises(TrainingDiverged, match="step 3: loss nan.*no weight was changed"):
+        run("broken", *settings)
+    newest = checkpoints(tmp_path / "broken")[-1]
+    assert newest.name == "step_2"
+    saved, expected = load_file(newest / "trainable.safetensors"), trained(whole)
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+
+
+def test_divergence_in_the_last_step_is_no_success(run, tmp_path):
+    with pytest.raises(TrainingDiverged, match="held-out loss after step 1"):
+        run("run", "train.max_steps=1", "optim.lr=1e30", "optim.warmup_ratio=0")
+    assert not (tmp_path / "run" / "export").exists()
 
 
 def test_evaluation_in_between_is_logged_and_changes_nothing(run):

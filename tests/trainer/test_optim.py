@@ -6,7 +6,8 @@ from trainer.optim import learning_rate
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_warm_up_rises_to_the_peak_and_schedules_end_where_they_say(schedule):
-    config = OptimConfig(lr=1.0, schedule=schedule, warmup_ratio=0.1, min_lr_ratio=0.2)
+    end = 0.0 if schedule is Schedule.constant else 0.2
+    config = OptimConfig(lr=1.0, schedule=schedule, warmup_ratio=0.1, min_lr_ratio=end)
     rates = [learning_rate(step, 100, config) for step in range(101)]
     assert rates[:10] == sorted(rates[:10]) and 0 < rates[0] < rates[9] < 1
     assert rates[10] == 1.0

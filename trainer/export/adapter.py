@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import Config, UserError
+from trainer.config import Config, ModelSource, UserError
 from trainer.linear import QuantLinear, weights_sha256
 from trainer.lora import LoraQuantLinear
 from trainer.quantizer import Quantizer
@@ -83,7 +83,8 @@ def write_model_card(folder: Path, config: Config, metrics: dict[str, Any]) -> N
     (folder / "README.md").write_text(
         _CARD.format(
             base=base,
-            base_name=Path(base).name,
+            base_name=base if config.model.source is ModelSource.hub else Path(base).name,
+            targets="all packed layers" if config.lora.target_modules == "all-linear" else config.lora.target_modules,
             data=data,
             rank=config.lora.rank,
             alpha=config.lora.alpha,
@@ -103,7 +104,7 @@ tags: [lora, qlora, 4-bit, lowbit]
 ---
 # QLoRA adapter for {base_name}
 
-LoRA of rank {rank}, alpha {alpha}, on all packed layers of an NF4 base (blocks of {block_size}{double}), trained on
+LoRA of rank {rank}, alpha {alpha}, on {targets} of an NF4 base (blocks of {block_size}{double}), trained on
 {data} for {steps} steps ({tokens} tokens) with lowbit.
 
 | held-out, {eval_rows} rows | base | tuned |
