@@ -109,3 +109,10 @@ def test_readme_tree_is_the_disk():
 
 def test_no_module_is_a_drawer_without_a_label():
     assert not {path.stem for path in modules()} & {"utils", "helpers", "common", "misc", "manager"}
+
+
+def test_readme_has_the_two_commands_and_no_gap():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\npip install -e . && python train.py conf=qlora\n" in readme
+    assert "\npip install -e '.[test]' && pytest\n" in readme
+    assert "@@" not in readme

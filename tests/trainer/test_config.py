@@ -41,6 +41,12 @@ def test_every_recipe_composes_and_is_short(recipe):
         (["conf=qlora", "tracker=mlflow"], ["tracker", "mlflow", "wandb"]),
         (["conf=qlora", "seed=-1"], ["seed=-1"]),
         (["model=tiny"], ["conf", "qlora"]),
+        (["conf=qlora", "+lora.rnak=4"], ["lora.rnak", "lora.rank"]),
+        (["conf=qlora", "rank=8"], ["rank", "lora.rank"]),
+        (["conf=qlora", "model=Qwen/Qwen2"], ["model=hub", "model.path=Qwen/Qwen2"]),
+        (["conf=qlora", "data=mine.jsonl"], ["data=jsonl", "data.path=mine.jsonl"]),
+        (["conf=qlora", "optim.lr=inf"], ["optim.lr=inf"]),
+        (["conf=qlora", "model=tiny", "model.revision=x"], ["model.revision=x", "no effect"]),
         (["resume=nowhere"], ["resume=nowhere", "config.yaml"]),
     ],
 )
