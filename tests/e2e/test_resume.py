@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tests.e2e.conftest import command, environment, losses
 from trainer import UserError, finetune, load_config
@@ -68,9 +69,8 @@ def test_a_killed_run_resumes_bit_identical(tmp_path, here, jsonl, optimizer, st
     assert losses(run_dir) == whole
     assert (run_dir / "metrics.jsonl").read_text().count('"row_ids"') == 16
     state = torch.load(run_dir / "checkpoints" / "step_16" / "optimizer.pt", weights_only=True)["state"]
-    eight_bit = any(
-        value.dtype is torch.uint8 for entry in state.values() for value in entry.values() if torch.is_tensor(value)
-    )
+    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf)]  # bitsandbytes nests its 8-bit state
+    eight_bit = any(tensor.dtype is torch.uint8 for tensor in tensors)
     assert eight_bit == (optimizer == "adamw_8bit")  # bitsandbytes keeps tensors under 4096 values in float32
 
 
