@@ -62,7 +62,9 @@ def _run(composed: DictConfig) -> None:
             )
             sys.exit(130)
         except KeyboardInterrupt:
-            log.warning("stopped between steps; go on with: %s resume=%s", _command(), config.output_dir)
+            begun = Path(config.output_dir, "config.yaml").is_file()
+            next_step = f"go on with: {_command()} resume={config.output_dir}" if begun else "no step was taken"
+            log.warning("stopped outside a step; %s", next_step)
             sys.exit(130)
     except UserError as error:
         code = _fail(error)

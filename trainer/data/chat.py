@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import UserError
 from trainer.data.formats import Row
+from trainer.data.loader import IGNORED
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out
 _FEATURES = Features({"input_ids": List(Value("int64")), "labels": List(Value("int64")), "origin": Value("string")})
 
 
