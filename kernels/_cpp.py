@@ -108,7 +108,8 @@ def _build(source: Path, flags: tuple[str, ...]) -> Path:
     compiler = _compiler()
     command = [*compiler, *BASE_FLAGS, *flags]
     openmp = _torch_openmp("clang" in _version(compiler))
-    key = "\0".join([source.read_text(), *command, *openmp, _version(compiler), _processor()])
+    sources = [path.read_text() for path in (source, *sorted(SOURCE_DIR.glob("*.h")))]
+    key = "\0".join([*sources, *command, *openmp, _version(compiler), _processor()])
     library = cache_dir() / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     if not library.exists():
         with _lock(library.with_suffix(".lock")):

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 ALLOWED = {
     "trainer.kernels": {"trainer.kernels"},
     "trainer.config": set(),
-    "trainer.compose": {"trainer.config"},
+    "trainer.settings": {"trainer.config"},
+    "trainer.compose": {"trainer.config", "trainer.settings"},
     "trainer.quantizer": {"trainer.kernels"},
     "trainer.linear": {"trainer.quantizer", "trainer.kernels"},
     "trainer.lora": {"trainer.linear", "trainer.quantizer", "trainer.kernels", "trainer.config"},
@@ -23,6 +24,10 @@ ALLOWED = {
     "trainer.metrics": {"trainer.config"},
     "trainer.checkpoint": {"trainer.config"},
     "trainer.export": {"trainer.config", "trainer.linear", "trainer.lora", "trainer.model", "trainer.quantizer"},
+    "trainer.serve": {
+        *("trainer.compose", "trainer.config", "trainer.export", "trainer.kernels", "trainer.linear", "trainer.model"),
+        *("trainer.quantizer", "trainer.serve", "trainer.settings"),
+    },
     "trainer.evaluate": {"trainer.evaluate", "trainer.data", "trainer.objective"},
     "trainer.loop": {
         *("trainer.checkpoint", "trainer.config", "trainer.data", "trainer.metrics", "trainer.objective"),
@@ -48,9 +53,8 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {
-                f"{node.module}.{alias.name}" if node.module == "trainer" else node.module for alias in node.names
-            }
+            named = {alias.name for alias in node.names} - {"__version__"}
+            names |= {f"{node.module}.{name}" if node.module == "trainer" else node.module for name in named}
     return {".".join(name.split(".")[:2]) for name in names if name.split(".")[0] == "trainer"}
 
 
@@ -102,6 +106,7 @@ def test_readme_tree_is_the_disk():
         "conf/**/*.yaml",
         "scripts/*.py",
         "notebooks/*.ipynb",
+        "trainer/serve/http/page/*",
     )
     disk = {str(path.relative_to(ROOT)) for pattern in ("train.py", *product) for path in ROOT.glob(pattern)}
     assert tree == disk

@@ -19,6 +19,8 @@ _PUBLIC = {
     "QuantizedTensor": "trainer.quantizer",
     "QuantLinear": "trainer.linear",
     "load_model": "trainer.model",
+    "LLM": "trainer.serve.llm",
+    "SamplingParams": "trainer.serve.sampling_params",
 }
 __all__ = ["__version__", *_PUBLIC]
 

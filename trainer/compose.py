@@ -5,11 +5,8 @@ Recipes are registered as group `conf` in Hydra's ConfigStore, so the folder sta
 overrides and sweeps are Hydra's own. A resumed run takes its config from its folder instead.
 """
 
-import ast
 import difflib
-import inspect
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer import config as schema
 from trainer.config import Config, UserError, require, to_dict
+from trainer.settings import describe
 
 PACKAGE_DIR = Path(__file__).parent
 CONF_DIR = PACKAGE_DIR / "conf" if (PACKAGE_DIR / "conf").is_dir() else PACKAGE_DIR.parent / "conf"
@@ -137,6 +135,11 @@ def save_config(config: Config, path: Path) -> None:
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))), encoding="utf-8")
 
 
+def read_run_config(run: Path) -> Config:
+    """The config that the run in folder `run` was trained with."""
+    return _read_config(run / "config.yaml", [])
+
+
 def _read_config(path: Path, overrides: list[str]) -> Config:
     """Read a resolved config and apply `key=value` overrides to it."""
     keys = [item.partition("=")[0] for item in overrides]
@@ -173,30 +176,6 @@ Every key with its default:
 """
 
 
-def describe() -> str:
-    """Every key of the schema with its default and its docstring, for --help."""
-    docs = _field_docs(ast.parse(inspect.getsource(schema)))
-    lines = []
-    for key, default in _flat(to_dict(Config())).items():
-        owner = Config()
-        for name in key.split(".")[:-1]:
-            owner = getattr(owner, name)
-        doc = " ".join(docs[type(owner).__name__, key.rpartition(".")[2]].split())
-        head = f"{key} = {'null' if default is None else str(default).lower() if default in (True, False) else default}"
-        lines += textwrap.wrap(doc, 120, initial_indent=f"  {head:<38} ", subsequent_indent=" " * 41)
-    return "\n".join(lines)
-
-
-def _field_docs(tree: ast.Module) -> dict[tuple[str, str], str]:
-    """(class, field) -> the string that stands below the field."""
-    docs = {}
-    for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        for field_, doc in zip(node.body, node.body[1:], strict=False):
-            if isinstance(field_, ast.AnnAssign) and isinstance(doc, ast.Expr):
-                docs[node.name, field_.target.id] = ast.literal_eval(doc.value)
-    return docs
-
-
 _HYDRA = {
     "run": {"dir": "${lowbit_run_dir:${output_dir},${resume},${hydra.runtime.choices.conf}}"},
     "sweep": {
@@ -205,7 +184,7 @@ _HYDRA = {
     },
     "output_subdir": None,
     "job": {"name": "train", "chdir": False},
-    "help": {"app_name": "lowbit", "template": _HELP % describe()},
+    "help": {"app_name": "lowbit", "template": _HELP % describe(Config(), schema)},
     "job_logging": {
         "version": 1,
         "formatters": {

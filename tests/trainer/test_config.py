@@ -3,8 +3,10 @@ import sys
 
 import pytest
 
-from trainer.compose import CONF_DIR, describe, load_config, recipes, save_config
+from trainer import config as schema
+from trainer.compose import CONF_DIR, load_config, recipes, save_config
 from trainer.config import Config, UserError, to_dict
+from trainer.settings import describe
 
 
 @pytest.mark.parametrize("recipe", sorted(recipes()))
@@ -66,7 +68,7 @@ def test_mistakes_are_answered_without_torch():
 
 
 def test_help_names_every_key():
-    text = describe()
+    text = describe(Config(), schema)
     for section in to_dict(Config()).items():
         keys = [f"{section[0]}.{key}" for key in section[1]] if isinstance(section[1], dict) else [section[0]]
         assert all(key in text for key in keys)

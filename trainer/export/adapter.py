@@ -2,24 +2,27 @@
 
 adapter_config.json, adapter_model.safetensors   as PEFT writes them
 tokenizer files, chat template                   what training used
-lowbit.json                                      the base's identity: its packed weights' hash and quantizer
+lowbit.json                                      the base's identity: its packed weights' hash, dtype and quantizer
 README.md                                        model card with figures and how to load it
 """
 
+import hashlib
 import json
+import re
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model_state_dict
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import Config, ModelSource, UserError
+from trainer.config import Config, ModelSource, UserError, require
 from trainer.linear import QuantLinear, weights_sha256
 from trainer.lora import LoraQuantLinear
 from trainer.quantizer import Quantizer
@@ -39,7 +42,8 @@ def write_adapter(
     """
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    identity = {"base_sha256": base_sha256, "quantizer": asdict(quantizer)}
+    dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    identity = {"base_sha256": base_sha256, "dtype": dtype, "quantizer": asdict(quantizer)}
     (folder / "lowbit.json").write_text(json.dumps(identity, indent=2) + "\n")
     written, trained = load_file(folder / "adapter_model.safetensors"), get_peft_model_state_dict(model)
     if written.keys() != trained.keys() or any(not torch.equal(written[k], trained[k].cpu()) for k in trained):
@@ -57,6 +61,69 @@ def read_adapter(model: nn.Module, folder: Path) -> PeftModel:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unsupported layer type")  # said of every custom module
         return PeftModel.from_pretrained(model, folder, config=config).eval()
+
+
+@dataclass(frozen=True)
+class AdapterFactors:
+    """An adapter as numbers: module name under the base model, such as `layers.0.self_attn.q_proj` -> its update.
+
+    factors  lora_A [rank, in_features], lora_B [out_features, rank], scaling
+    sha256   of names, factors and scalings: adapters with equal hashes compute the same
+    """
+
+    factors: dict[str, tuple[Tensor, Tensor, float]]
+    sha256: str
+
+    @property
+    def rank(self) -> int:
+        """The largest rank."""
+        return max((lora_A.shape[0] for lora_A, _, _ in self.factors.values()), default=0)
+
+    @classmethod
+    def of(cls, factors: dict[str, tuple[Tensor, Tensor, float]]) -> "AdapterFactors":
+        digest = hashlib.sha256()
+        for name, (lora_A, lora_B, scaling) in sorted(factors.items()):
+            digest.update(f"{name} {tuple(lora_A.shape)} {tuple(lora_B.shape)} {scaling!r}".encode())
+            for factor in (lora_A, lora_B):
+                digest.update(factor.detach().float().cpu().contiguous().numpy())
+        return cls(factors, digest.hexdigest())
+
+
+def read_adapter_factors(folder: Path) -> AdapterFactors:
+    """Read a PEFT LoRA adapter's factors without building modules.
+
+    raises  UserError if the folder is no adapter, or one whose update is more than scaling * B A
+    """
+    path = folder / "adapter_model.safetensors"
+    require((folder / "adapter_config.json").is_file(), f"{folder} holds no adapter_config.json; give a PEFT adapter")
+    require(path.is_file(), f"{path} is missing; save the adapter with safe_serialization=True")
+    config = PeftLoraConfig.from_pretrained(folder)
+    require(isinstance(config, PeftLoraConfig), f"{folder} holds a {config.peft_type} adapter; train LoRA")
+    variants = [item.name for item in fields(config) if item.metadata.get("is_lora_variant")]  # DoRA, aLoRA, ...
+    others = ("lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication", "target_parameters")
+    for name in (*variants, *others):
+        require(not getattr(config, name, None), f"{folder}: adapters with {name} are not served; train plain LoRA")
+    require(config.bias == "none", f"{folder}: adapters with bias={config.bias} are not served; use bias=none")
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_file(path).items():
+        match = _FACTOR_KEY.fullmatch(key)
+        require(match is not None, f"{path} has {key}; the server reads lora_A and lora_B of linear layers only")
+        halves.setdefault(match["module"], {})[match["factor"]] = tensor
+    factors = {}
+    for module, pair in halves.items():
+        require(set(pair) == {"A", "B"}, f"{path}: {module} has only one of lora_A and lora_B; the file is damaged")
+        factors[module] = pair["A"], pair["B"], _scaling(config, module, pair["A"].shape[0])
+    return AdapterFactors.of(factors)
+
+
+_FACTOR_KEY = re.compile(r"base_model\.model\.(?:model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+
+
+def _scaling(config: PeftLoraConfig, module: str, rank: int) -> float:
+    """alpha / rank, or alpha / sqrt(rank) for rsLoRA (arXiv:2312.03732), with the module's own alpha if it has one."""
+    key = get_pattern_key(config.alpha_pattern, f"model.{module}")  # PEFT's own rule: the first pattern that matches
+    alpha = config.alpha_pattern.get(key, config.lora_alpha)
+    return alpha / (rank**0.5 if config.use_rslora else rank)
 
 
 def check_base(folder: Path, base_sha256: str) -> None:

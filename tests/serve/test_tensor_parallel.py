@@ -1,0 +1,106 @@
+"""Two processes that share each layer give the tokens of one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from trainer.config import UserError
+from trainer.kernels.nf4 import NF4Weight, nf4_dequantize_reference, nf4_quantize
+from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows
+from trainer.sources.tiny import tiny_model
+
+SCRIPT = """
+import json, sys
+from trainer.serve.llm import LLM
+from trainer.serve.sampling_params import SamplingParams
+
+folder, quantization, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+llm = LLM(folder, dtype="float32", quantization=quantization, tensor_parallel_size=size, max_num_batched_tokens=64)
+llm.load_adapter("tuned", folder + "/adapter")
+prompts = [list(range(3, 3 + length)) for length in (1, 16, 40)]
+greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+seeded = SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True)
+answers = [
+    output.choices[0].token_ids
+    for adapter in (None, "tuned")
+    for params in (greedy, seeded)
+    for output in llm.generate(prompts, params, adapter=adapter)
+]
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose halves do not cut NF4 blocks of 64, with an adapter."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(path)
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"]))
+    for name, parameter in peft.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    peft.save_pretrained(path / "adapter")
+    return path
+
+
+def answers(folder: Path, quantization: str, size: int) -> list[list[int]]:
+    launch = [sys.executable] if size == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += [] if size == 1 else [f"--nproc_per_node={size}", "--no-python", sys.executable]
+    command = [*launch, "-c", SCRIPT, str(folder), quantization, str(size)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_two_processes_equal_one(folder: Path, quantization: str) -> None:
+    alone = answers(folder, quantization, 1)
+    assert len({tuple(tokens) for tokens in alone}) > 4, "the answers say nothing if they are all alike"
+    assert answers(folder, quantization, 2) == alone
+
+
+def test_slices_are_the_dense_slices() -> None:
+    packed, absmax = nf4_quantize(torch.randn(8, 256), block_size=64)
+    weight = NF4Weight(packed, absmax, None, None, 8, 256, 64)
+    dense = nf4_dequantize_reference(weight, dtype=torch.float32)
+    second = TensorParallel(1, 2)
+    rows = nf4_dequantize_reference(slice_rows(weight, second.slice(8)), dtype=torch.float32)
+    columns = nf4_dequantize_reference(slice_columns(weight, second.slice(256)), dtype=torch.float32)
+    assert torch.equal(rows, dense[4:]) and torch.equal(columns, dense[:, 128:])
+
+
+def test_a_cut_through_a_block_is_refused() -> None:
+    packed, absmax = nf4_quantize(torch.randn(4, 96), block_size=64)
+    weight = NF4Weight(packed, absmax, None, None, 4, 96, 64)
+    with pytest.raises(UserError, match="blocks of 64 cannot be cut at rows 0:4, columns 0:48"):
+        slice_columns(weight, slice(0, 48))
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(UserError, match="tensor_parallel_size=2 does not divide num_key_value_heads=3"):
+        TensorParallel(0, 2).check({"num_key_value_heads": 3})
+
+
+def test_a_missing_launcher_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UserError, match="torchrun --standalone --nproc_per_node=2"):
+        TensorParallel.join(2, torch.device("cpu"))

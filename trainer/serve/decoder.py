@@ -1,0 +1,369 @@
+"""Decoder: the transformer that Llama, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3 share, written once with options.
+
+It is built from the module that was trained (`decoder_from_module`): the same packed codes, the same adapter factors,
+so there is no second reading of a checkpoint that could differ. The arithmetic follows that module's, rounding for
+rounding; what differs is the memory (paged) and the batch (rows of many sequences, prompts and single tokens mixed).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trainer.config import UserError, require
+from trainer.kernels.embedding import embed_tokens
+from trainer.kernels.lora_rows import LoraTable, lora_rows_
+from trainer.kernels.nf4 import NF4Weight
+from trainer.kernels.packed_linear import LinearWeight, pack_linear, pack_nf4_linear, packed_linear
+from trainer.kernels.paged_attention import AttentionBatch, KVCache, paged_attention, write_kv
+from trainer.kernels.rms_norm import add_rms_norm, rms_norm
+from trainer.kernels.rope import rope_
+from trainer.kernels.swiglu import swiglu
+from trainer.linear import QuantLinear
+from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows
+
+ARCHITECTURES = {
+    "llama": "Llama, SmolLM2",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Sizes and options of the decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    eps: float
+    max_position: int
+    sliding_windows: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+@dataclass(slots=True)
+class Linear:
+    """A fused linear layer: its parts (q, k, v or gate, up) lie side by side in the output.
+
+    name  e.g. "layers.0.self_attn.qkv_proj"; parts: the modules' names with their output sizes
+    """
+
+    name: str
+    weight: LinearWeight
+    bias: Tensor | None
+    parts: dict[str, int]
+    lora: LoraTable | None = None
+    partial: TensorParallel | None = None
+    """Set where the input features are shared out: outputs are then partial sums."""
+
+    def __call__(self, x: Tensor, adapter_ids: Tensor | None, batch_invariant: bool) -> Tensor:
+        if self.partial is not None:
+            return self._add_up(x, adapter_ids, batch_invariant)
+        y = packed_linear(x, self.weight, self.bias, batch_invariant=batch_invariant)
+        if adapter_ids is not None:
+            lora_rows_(y, x, adapter_ids, self.lora)
+        return y
+
+    def _add_up(self, x: Tensor, adapter_ids: Tensor | None, batch_invariant: bool) -> Tensor:
+        y = packed_linear(x, self.weight, out_dtype=torch.float32, batch_invariant=batch_invariant)
+        if adapter_ids is not None:
+            update = torch.zeros_like(y, dtype=x.dtype)
+            lora_rows_(update, x, adapter_ids, self.lora)
+            y += update
+        y = self.partial.add_up(y)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+@dataclass(slots=True)
+class Layer:
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+@dataclass(slots=True)
+class Rows:
+    """The input of a forward: one row a token.
+
+    token_ids, positions  [T] int64
+    attention             where each row's keys and values go and what it sees
+    adapter_ids           [T] int32, -1 for the base; None where no row has an adapter
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+    adapter_ids: Tensor | None
+
+
+class Decoder:
+    """The model as kernels see it. `forward` gives hidden states, `logits` the output head over chosen rows."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        embedding: Tensor,
+        layers: list[Layer],
+        norm: Tensor,
+        head: LinearWeight,
+        head_bias: Tensor | None,
+        cos_sin: Tensor,
+    ) -> None:
+        self.config, self.layers = config, layers
+        self.embedding, self.norm, self.head, self.head_bias, self.cos_sin = embedding, norm, head, head_bias, cos_sin
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def forward(self, rows: Rows, cache: KVCache, *, batch_invariant: bool) -> Tensor:
+        """Hidden states after the last norm.
+
+        returns  [T, hidden_size] of the compute dtype; keys and values of all rows are in the cache
+        """
+        config = self.config
+        residual = embed_tokens(rows.token_ids, self.embedding)
+        x = rms_norm(residual, self.layers[0].input_norm, eps=config.eps)
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(x, rows.adapter_ids, batch_invariant)
+            rope_(
+                qkv,
+                rows.positions,
+                self.cos_sin,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=config.eps,
+            )
+            write_kv(qkv, cache, index, rows.attention.slot_mapping, num_heads=config.num_heads)
+            attended = paged_attention(
+                qkv,
+                cache,
+                index,
+                rows.attention,
+                num_heads=config.num_heads,
+                scale=config.scale,
+                sliding_window=config.sliding_windows[index],
+            )
+            attended = layer.output(attended, rows.adapter_ids, batch_invariant)
+            x, residual = add_rms_norm(attended, residual, layer.mlp_norm, eps=config.eps)
+            x = swiglu(layer.gate_up(x, rows.adapter_ids, batch_invariant))
+            x = layer.down(x, rows.adapter_ids, batch_invariant)
+            next_norm = self.layers[index + 1].input_norm if index + 1 < len(self.layers) else self.norm
+            x, residual = add_rms_norm(x, residual, next_norm, eps=config.eps)
+        return x
+
+    def logits(self, hidden_states: Tensor, *, batch_invariant: bool) -> Tensor:
+        """[R, hidden_size] -> [R, vocab_size] float32"""
+        return packed_linear(
+            hidden_states, self.head, self.head_bias, out_dtype=torch.float32, batch_invariant=batch_invariant
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        linears = [linear.weight.nbytes for layer in self.layers for linear in layer.linears]
+        return sum(linears) + self.embedding.nbytes + self.head.nbytes
+
+
+def check_architecture(config: object) -> None:
+    """Refuse a model that this decoder does not compute.
+
+    raises  UserError listing what is served
+    """
+    served = ", ".join(ARCHITECTURES.values())
+    require(
+        config.model_type in ARCHITECTURES,
+        f"model_type={config.model_type} is not served; the server computes {served}",
+    )
+    require(
+        config.hidden_act in ("silu", "swish"), f"hidden_act={config.hidden_act} is not served; the decoder has silu"
+    )
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    require(
+        rope_type in ROPE_TYPES,
+        f"rope scaling {rope_type} is not served; the decoder has {', '.join(ROPE_TYPES)}",
+    )
+
+
+def decoder_from_module(
+    model: PreTrainedModel, *, max_model_len: int, parallel: TensorParallel | None = None
+) -> Decoder:
+    """Build the decoder from a module in memory, packed or dense; adapters on it are left out (see adapters.py).
+
+    raises  UserError if the architecture is not served, or cannot be shared out over `parallel`
+    """
+    parallel = parallel or TensorParallel()
+    model = base_model(model)
+    check_architecture(model.config)
+    _check_dtype(model)
+    config = _decoder_config(model, parallel)
+    body = model.model
+    cos_sin = _rotary_table(body.rotary_emb, max_model_len, config)
+    layers = [_layer(f"layers.{i}", layer, config, parallel) for i, layer in enumerate(body.layers)]
+    head = model.get_output_embeddings()
+    return Decoder(
+        config,
+        body.embed_tokens.weight.detach(),
+        layers,
+        body.norm.weight.detach(),
+        pack_linear(head.weight.detach(), dtype=config.dtype),
+        None if head.bias is None else head.bias.detach(),
+        cos_sin,
+    )
+
+
+def _check_dtype(model: PreTrainedModel) -> None:
+    """Norms in float32 over a bfloat16 model, as PEFT's prepare_model_for_kbit_training leaves them, are two dtypes."""
+    weights = [p for name, p in model.named_parameters() if "norm" in name] + [model.get_input_embeddings().weight]
+    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights})
+    require(
+        len(dtypes) == 1,
+        f"the embedding and the norms are in {' and '.join(dtypes)}; the server computes in one dtype: load the model "
+        "in one, and leave out prepare_model_for_kbit_training",
+    )
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The causal language model under PEFT's wrappers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def base_layer(module: nn.Module) -> nn.Module:
+    """The layer under an adapter."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def _decoder_config(model: PreTrainedModel, parallel: TensorParallel) -> DecoderConfig:
+    config = model.config
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    parallel.check({name: getattr(config, name) for name in sizes})
+    layer = model.model.layers[0]
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    if config.model_type == "mistral":
+        types = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    return DecoderConfig(
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads // parallel.size,
+        num_kv_heads=config.num_key_value_heads // parallel.size,
+        head_dim=layer.self_attn.head_dim,
+        intermediate_size=config.intermediate_size // parallel.size,
+        eps=config.rms_norm_eps,
+        max_position=config.max_position_embeddings,
+        sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in types),
+        dtype=model.model.norm.weight.dtype,
+    )
+
+
+def _layer(name: str, layer: nn.Module, config: DecoderConfig, parallel: TensorParallel) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    q_norm, k_norm = (getattr(attention, norm, None) for norm in ("q_norm", "k_norm"))
+
+    def fuse(module: nn.Module, path: str, *parts: str, partial: bool = False) -> Linear:
+        modules = {f"{name}.{path}.{part}": base_layer(getattr(module, part)) for part in parts}
+        return _fuse(f"{name}.{path}.{'+'.join(parts)}", modules, config.dtype, parallel, partial)
+
+    return Layer(
+        input_norm=layer.input_layernorm.weight.detach(),
+        qkv=fuse(attention, "self_attn", "q_proj", "k_proj", "v_proj"),
+        q_norm=None if q_norm is None else q_norm.weight.detach(),
+        k_norm=None if k_norm is None else k_norm.weight.detach(),
+        output=fuse(attention, "self_attn", "o_proj", partial=True),
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=fuse(mlp, "mlp", "gate_proj", "up_proj"),
+        down=fuse(mlp, "mlp", "down_proj", partial=True),
+    )
+
+
+def _fuse(
+    name: str, layers: dict[str, nn.Module], dtype: torch.dtype, parallel: TensorParallel, partial: bool
+) -> Linear:
+    """One linear layer out of several with the same input; packed if all of them are packed.
+
+    partial  share the input features out over the processes, not the output features
+    """
+    for part, layer in layers.items():
+        if not isinstance(layer, QuantLinear | nn.Linear):
+            raise UserError(f"{part} is a {type(layer).__name__}; the server reads nn.Linear and QuantLinear")
+    packed = all(isinstance(layer, QuantLinear) for layer in layers.values())
+    weights = [_nf4_weight(layer) if packed else _dense_weight(layer, dtype) for layer in layers.values()]
+    biases = [layer.bias for layer in layers.values()]
+    parts = {part: layer.out_features for part, layer in layers.items()}
+    if parallel.size > 1 and partial:
+        part = parallel.slice(next(iter(layers.values())).in_features)
+        weights = [slice_columns(weight, part) for weight in weights]
+    elif parallel.size > 1:
+        slices = [parallel.slice(layer.out_features) for layer in layers.values()]
+        weights = [slice_rows(weight, part) for weight, part in zip(weights, slices, strict=True)]
+        biases = [None if bias is None else bias[part] for bias, part in zip(biases, slices, strict=True)]
+        parts = {part: size // parallel.size for part, size in parts.items()}
+    weight = pack_nf4_linear(weights, dtype=dtype) if packed else pack_linear(weights, dtype=dtype)
+    bias = _fuse_biases(biases, list(parts.values()), dtype)
+    return Linear(name, weight, bias, parts, partial=parallel if partial and parallel.size > 1 else None)
+
+
+def _nf4_weight(layer: QuantLinear) -> NF4Weight:
+    weight = layer.quantized
+    return NF4Weight(
+        weight.packed,
+        weight.absmax,
+        weight.nested_absmax,
+        weight.nested_offset,
+        *weight.shape,
+        weight.quantizer.block_size,
+    )
+
+
+def _dense_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    if isinstance(layer, QuantLinear):
+        return layer.quantized.dequantize(dtype)
+    return layer.weight.detach()
+
+
+def _fuse_biases(biases: list[Tensor | None], sizes: list[int], dtype: torch.dtype) -> Tensor | None:
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat(
+        [
+            torch.zeros(size, dtype=dtype) if bias is None else bias.detach().to(dtype)
+            for bias, size in zip(biases, sizes, strict=True)
+        ]
+    )
+
+
+def _rotary_table(rotary: nn.Module, num_positions: int, config: DecoderConfig) -> Tensor:
+    """cos and sin of each position, from transformers' own module, so that every rope scaling is its own.
+
+    returns  [num_positions, 2, head_dim / 2] of the compute dtype
+    """
+    device = rotary.inv_freq.device
+    positions = torch.arange(num_positions, device=device)[None]
+    cos, sin = rotary(torch.empty(1, dtype=torch.float32, device=device), positions)  # [1, P, head_dim], halves equal
+    half = cos.shape[-1] // 2
+    return torch.stack([cos[0, :, :half], sin[0, :, :half]], dim=1).to(config.dtype).contiguous()

@@ -1,0 +1,27 @@
+"""Prompt lookup: propose the tokens that followed the last few tokens the last time they occurred (Saxena, 2023).
+
+Free of a draft model, and exact: a proposal is only kept where the sampler would have chosen the same token.
+"""
+
+from array import array
+
+MAX_NGRAM = 4
+MIN_NGRAM = 2
+"""One token alone recurs too often by chance: its continuation is rarely right."""
+
+
+def propose(token_ids: list[int], num_tokens: int) -> list[int]:
+    """Up to `num_tokens` tokens that may come next; empty where the last tokens have not occurred before."""
+    if num_tokens <= 0:
+        return []
+    history = array("i", token_ids)
+    data, size = history.tobytes(), history.itemsize
+    for length in range(min(MAX_NGRAM, len(token_ids) - 1), MIN_NGRAM - 1, -1):
+        pattern = data[-length * size :]
+        end = len(data) - size
+        while (at := data.rfind(pattern, 0, end)) >= 0:
+            if at % size == 0:
+                begin = at // size + length
+                return token_ids[begin : begin + num_tokens]
+            end = at + len(pattern) - 1
+    return []

@@ -1,0 +1,164 @@
+"""From `model=...` to a module, a tokenizer and the adapter that belongs to them.
+
+a run folder        config.yaml: the base as it was trained, with export/adapter over it
+an adapter folder   adapter_config.json: the base it names, packed as lowbit.json says
+a Hugging Face folder, a .gguf file, org/name, smollm2_135m, tiny
+a module in memory  as it is
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trainer.compose import read_run_config
+from trainer.config import Codebook, DType, ModelConfig, ModelSource, QuantConfig, UserError, require
+from trainer.linear import weights_sha256
+from trainer.model import load_model, prepare_model
+from trainer.serve.config import ServeConfig
+
+
+@dataclass(slots=True)
+class OpenedModel:
+    """What the engine is built from.
+
+    adapters     name -> folder, to load at start; the first one of a run or adapter folder is the default
+    base_sha256  the hash that an adapter's lowbit.json must name
+    """
+
+    module: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    adapters: dict[str, str]
+    default_adapter: str | None = None
+    base_sha256: str = ""
+
+
+def open_model(config: ServeConfig) -> OpenedModel:
+    """Load what `config.model` names.
+
+    raises  UserError if it is nothing that can be served
+    """
+    path = Path(config.model).expanduser()
+    if path.is_dir() and (path / "config.yaml").is_file():
+        opened = _open_run(path, config)
+    elif path.is_dir() and (path / "adapter_config.json").is_file():
+        opened = _open_adapter(path, config)
+    else:
+        opened = _open_base(_model_config(config.model, path, config), _quantization(config.quantization), config)
+    for item in config.adapters:
+        name, _, folder = item.partition("=")
+        require(name not in opened.adapters, f"adapters names {name} twice; give each its own name")
+        opened.adapters[name] = folder
+    if config.tokenizer is not None:
+        opened.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+    return opened
+
+
+def _open_run(run: Path, config: ServeConfig) -> OpenedModel:
+    trained = read_run_config(run)
+    if config.dtype != "auto":
+        trained.model.dtype = DType(config.dtype)
+    quant = trained.quant if config.quantization is None else _quantization(config.quantization)
+    adapter = run / "export" / "adapter"
+    require(
+        (adapter / "adapter_config.json").is_file(),
+        f"{run} holds no export/adapter; let the run finish (resume={run}), or give another model",
+    )
+    return _open_base(trained.model, quant, config, adapter=adapter, adapter_name=run.name)
+
+
+def _open_adapter(folder: Path, config: ServeConfig) -> OpenedModel:
+    base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    require(
+        bool(base), f"{folder}/adapter_config.json names no base model; serve the base and load the adapter over it"
+    )
+    identity = _identity(folder)
+    quant = _quantization(config.quantization)
+    if config.quantization is None and identity:
+        quantizer = identity["quantizer"]
+        quant = QuantConfig(Codebook(quantizer["codebook"]), quantizer["block_size"], quantizer["double_quant"])
+    base_config = _model_config(base, Path(base), config)
+    return _open_base(base_config, quant, config, adapter=folder, adapter_name=folder.resolve().name)
+
+
+def _open_base(
+    model_config: ModelConfig,
+    quant: QuantConfig | None,
+    config: ServeConfig,
+    *,
+    adapter: Path | None = None,
+    adapter_name: str = "",
+) -> OpenedModel:
+    if adapter is not None and model_config.dtype is DType.auto:
+        # What was auto when the adapter was trained: embeddings and norms in another dtype are another base.
+        model_config.dtype = DType(_identity(adapter).get("dtype", "auto"))
+    module, tokenizer = load_model(model_config)
+    if quant is not None:
+        prepare_model(module, quant)
+    sha256 = weights_sha256(module)
+    if torch.cuda.is_available():
+        module.to(torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
+    name = config.served_model_name or _name(model_config)
+    if adapter is None:
+        return OpenedModel(module, tokenizer, name, {}, base_sha256=sha256)
+    if (adapter / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(adapter)
+    return OpenedModel(module, tokenizer, name, {adapter_name: str(adapter)}, adapter_name, sha256)
+
+
+def opened_module(module: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "live") -> OpenedModel:
+    """A model in memory, served as it is; see adapters.factors_from_module for the adapter on it."""
+    return OpenedModel(module, tokenizer, name, {}, base_sha256=weights_sha256(module))
+
+
+def _identity(adapter: Path) -> dict[str, Any]:
+    """What lowbit.json says of the base; nothing where the adapter was trained by others."""
+    path = adapter / "lowbit.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _model_config(model: str, path: Path, config: ServeConfig) -> ModelConfig:
+    dtype = DType(config.dtype)
+    if model in ("smollm2_135m", "bundled"):
+        return ModelConfig(ModelSource.bundled, dtype=dtype)
+    if model == "tiny":
+        return ModelConfig(ModelSource.tiny, dtype=dtype)
+    if path.is_dir():
+        require(
+            (path / "config.json").is_file(),
+            f"model={model} holds no config.yaml (a run), adapter_config.json (an adapter) or config.json (a model)",
+        )
+        return ModelConfig(ModelSource.folder, str(path), dtype=dtype)
+    if path.suffix == ".gguf":
+        return ModelConfig(ModelSource.gguf, str(path), dtype=dtype)
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return ModelConfig(ModelSource.hub, model, dtype=dtype)
+    raise UserError(
+        f"model={model} is no folder; give a run folder, an export folder, a Hugging Face folder, a .gguf file, "
+        "org/name on the hub, smollm2_135m or tiny"
+    )
+
+
+def _quantization(name: str | None) -> QuantConfig | None:
+    return QuantConfig() if name == "nf4" else None
+
+
+def _name(config: ModelConfig) -> str:
+    if config.source is ModelSource.bundled:
+        return "smollm2_135m"
+    return "tiny" if config.source is ModelSource.tiny else Path(config.path).stem
+
+
+def eos_token_ids(opened: OpenedModel) -> tuple[int, ...]:
+    """Every id that ends an answer: the tokenizer's and the model's own list."""
+    generation = getattr(opened.module, "generation_config", None)
+    listed = getattr(generation, "eos_token_id", None)
+    ids = [listed] if isinstance(listed, int) else list(listed or [])
+    ids += [] if opened.tokenizer.eos_token_id is None else [opened.tokenizer.eos_token_id]
+    return tuple(dict.fromkeys(ids))

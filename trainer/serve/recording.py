@@ -1,0 +1,81 @@
+"""Record a forward of single tokens once, replay it from then on: a tape on CPUs, a CUDA graph on GPUs.
+
+Both are bound to addresses. Inputs are written into the same buffers before each replay, and the result is always the
+same tensor, valid until the next replay.
+"""
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from trainer.kernels import _cpp
+from trainer.kernels._tape import Pool, Tape
+
+
+class OnTape:
+    """A forward of compiled CPU kernels; its memory comes from a pool that all tapes of a runner share."""
+
+    def __init__(self, forward: Callable[[], Tensor], pool: Pool) -> None:
+        self._tape, self._fresh = Tape(pool), True
+        with self._tape.record():
+            self._result = forward()
+
+    @staticmethod
+    def batch_size(num_seqs: int) -> int:
+        """The batch size that is recorded for so many sequences: each its own, for padding costs time here."""
+        return num_seqs
+
+    def replay(self) -> Tensor:
+        if self._fresh:
+            self._fresh = False  # recording has computed it
+        else:
+            self._tape.replay()
+        return self._result
+
+
+class OnGraph:
+    """A forward of GPU kernels; its memory comes from a pool that all graphs of a runner share."""
+
+    def __init__(self, forward: Callable[[], Tensor], pool: tuple[int, int]) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            forward()  # kernels are compiled here, which a capture could not do
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._result = forward()
+
+    @staticmethod
+    def batch_size(num_seqs: int) -> int:
+        """The next of 1, 2, 4, 8, 16, 24, 32 ...: a graph for each size would cost memory and start-up time."""
+        return -(-num_seqs // 8) * 8 if num_seqs > 8 else 1 << (num_seqs - 1).bit_length()
+
+    def replay(self) -> Tensor:
+        self._graph.replay()
+        return self._result
+
+
+class Recordings:
+    """The recorded forwards of a runner, by their key; one memory pool for all of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._kind = OnGraph if device.type == "cuda" else OnTape
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else Pool()
+        self._recorded: dict[Hashable, OnTape | OnGraph] = {}
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Recordings | None":
+        """Recordings for a device; None where forwards run op by op."""
+        can = device.type == "cuda" or (device.type == "cpu" and _cpp.choose("runtime", "cpu") == "cpu")
+        return cls(device) if can else None
+
+    def batch_size(self, num_seqs: int) -> int:
+        return self._kind.batch_size(num_seqs)
+
+    def run(self, key: Hashable, forward: Callable[[], Tensor]) -> Tensor:
+        """The result of `forward`, recorded under `key` the first time and replayed from then on."""
+        if key not in self._recorded:
+            self._recorded[key] = self._kind(forward, self._pool)
+        return self._recorded[key].replay()
