@@ -14,9 +14,9 @@ Layout of the C++ kernel ("rows"; other devices keep the tensors as they were lo
     nf4 weights with in_features not divisible by 32 (no model of any size has them) are decoded to dense ones.
 
 Batch invariance: an element of y is summed in an order that only in_features decides, so a row's result is the same
-bits in every batch, with every number of threads. This is what keeps a server's answers reproducible under load. It
-holds for the C++ kernel, at no cost: no other order measured faster, so `batch_invariant=False` changes nothing there.
-Matrix products of torch and of GPUs choose their order by size, whatever the flag says.
+bits in every batch, with every number of threads. This is what keeps a server's answers reproducible under load. With
+`batch_invariant=False` FREE_ORDER_ROWS rows and more go through torch's products, which choose their order by size:
+where oneDNN has matrix units that this kernel does not use (AMX) they are faster. On GPUs the flag changes nothing.
 """
 
 import math
@@ -33,6 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPP_DTYPES = (torch.float32, torch.bfloat16)
 _CODEBOOK = torch.tensor(NF4_CODEBOOK)
 _DTYPE_IDS = {torch.float32: 0, torch.bfloat16: 1}
+FREE_ORDER_ROWS = 128
 _GROUP = 32  # weights that one look-up decodes
 
 
@@ -77,7 +78,8 @@ class LinearWeight:
     def dequantize(self) -> Tensor:
         """[out_features, in_features] of dtype: the exact weights that x is multiplied by."""
         if self.weight is not None:
-            return _dequantize_rows(self.weight, self.absmax, self.group, self.in_features, self.dtype)
+            dequantize = _dequantize_rows_cpu if _uses_cpp(self.device, self.dtype) else _dequantize_rows
+            return dequantize(self.weight, self.absmax, self.group, self.in_features, self.dtype)
         return _cat([_dense(original, self.dtype) for original in self.originals], dim=0)
 
 
@@ -209,14 +211,31 @@ def packed_linear_cpu(
     out_dtype: torch.dtype,
     batch_invariant: bool,
 ) -> Tensor:
+    if not batch_invariant and x.shape[0] >= FREE_ORDER_ROWS:
+        dense = _dequantize_rows_cpu(weight, absmax, group, x.shape[1], x.dtype)
+        return packed_linear_reference(x, dense, bias, rounds_before_bias=rounds_before_bias, out_dtype=out_dtype)
     y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype)
     if y.numel():
         _tape.call(
             _tape.kernel("packed_linear", "packed_linear"),
             x, x.shape[0], weight, absmax, group, _CODEBOOK, bias, int(rounds_before_bias),
-            y, weight.shape[0], x.shape[1], _DTYPE_IDS[x.dtype], _DTYPE_IDS[out_dtype], int(batch_invariant),
+            y, weight.shape[0], x.shape[1], _DTYPE_IDS[x.dtype], _DTYPE_IDS[out_dtype],
         )  # fmt: skip
     return y
+
+
+def _dequantize_rows_cpu(
+    weight: Tensor, absmax: Tensor | None, group: int, in_features: int, dtype: torch.dtype
+) -> Tensor:
+    if absmax is None:
+        return weight
+    dense = torch.empty(weight.shape[0], in_features, dtype=dtype)
+    if dense.numel():
+        _tape.call(
+            _tape.kernel("packed_linear", "dequantize"),
+            weight, absmax, group, _CODEBOOK, dense, *dense.shape, _DTYPE_IDS[dtype],
+        )  # fmt: skip
+    return dense
 
 
 # ---- registered op: the "rows" layout
@@ -261,7 +280,7 @@ def packed_linear(
     x        [num_tokens, in_features] of weight.dtype, contiguous
     bias     [out_features] of weight.dtype
     out_dtype        weight.dtype (default) or float32
-    batch_invariant  every row the same bits in every batch, see above; False allows other orders
+    batch_invariant  every row the same bits in every batch, see above; False allows other orders, and no tape
     returns  [num_tokens, out_features] of out_dtype
     raises   ValueError if a shape or dtype does not fit
     """

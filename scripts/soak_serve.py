@@ -32,8 +32,8 @@ import httpx
 import numpy as np
 from safetensors.numpy import save_file
 
-NUM_BLOCKS, BLOCK_SIZE = 150, 16
-"""2,400 tokens: 16 sequences of up to 290 do not all fit, so some are preempted."""
+NUM_BLOCKS, NUM_SWAP_BLOCKS, BLOCK_SIZE = 64, 16, 16
+"""1,024 tokens: 16 sequences of up to 290 do not all fit, so some are preempted, and not all of those swapped."""
 SERVER = ("port=0", "check=true", "max_num_seqs=16", "max_queue=16", "max_num_batched_tokens=128", "max_loras=4")
 MEMORY_GROWTH = 1.03
 """The last third's median memory over the middle third's, at most. Allocators settle within some percent."""
@@ -103,17 +103,10 @@ async def _soak(args: argparse.Namespace, folder: Path) -> tuple[list[dict], lis
 
 def _start(model: str, sizes: dict) -> tuple[subprocess.Popen, str]:
     head_dim = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
-    of_token = 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * head_dim * 2
-    command = [
-        sys.executable,
-        "-m",
-        "trainer.serve",
-        f"model={model}",
-        "served_model_name=soak",
-        *SERVER,
-        "dtype=bfloat16",
-    ]
-    command += [f"kv_cache_memory_bytes={NUM_BLOCKS * BLOCK_SIZE * of_token}", f"kv_block_size={BLOCK_SIZE}"]
+    of_block = 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * head_dim * 2 * BLOCK_SIZE
+    command = [sys.executable, "-m", "trainer.serve", f"model={model}", "served_model_name=soak", "dtype=bfloat16"]
+    command += [*SERVER, f"kv_block_size={BLOCK_SIZE}", f"kv_cache_memory_bytes={NUM_BLOCKS * of_block}"]
+    command.append(f"swap_space={NUM_SWAP_BLOCKS * of_block / 2**30:.9f}")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = []
     for line in process.stdout:
@@ -351,7 +344,12 @@ def _rows(
         cuts = statistics.quantiles(values, n=100)
         rows.append(_row(f"{name}, p99", cuts[98], cuts[49], "p50", "s"))
     rows.append(_row("answered tokens", tally.tokens / elapsed, None, "", "tokens/s"))
-    counts = ("vllm:num_preemptions_total", "vllm:prefix_cache_hits_total", "lowbit:cow_copies_total")
+    counts = (
+        "vllm:num_preemptions_total",
+        "vllm:prefix_cache_hits_total",
+        "lowbit:cow_copies_total",
+        "lowbit:swapped_blocks_total",
+    )
     return rows + [_row(name, figures[name], None, "", "") for name in counts]
 
 

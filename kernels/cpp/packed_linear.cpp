@@ -481,7 +481,7 @@ template <typename Unit> void linear(const Problem& p, const typename Unit::Elem
 }  // namespace
 
 // x, num_rows, weight, absmax or 0, group, codebook, bias or 0, rounds_before_bias, y, out_features, in_features,
-// dtypes of x and y, batch_invariant (no order here is faster than the invariant one), threads
+// dtypes of x and y, threads
 extern "C" void packed_linear(const int64_t* boxed) {
     lowbit::Args args(boxed);
     Problem p;
@@ -490,7 +490,6 @@ extern "C" void packed_linear(const int64_t* boxed) {
     p.bias = args.pointer<const void>(), p.rounds_before_bias = args.integer(), p.y = args.pointer<void>();
     p.N = args.integer(), p.K = args.integer();
     p.x_bfloat16 = args.integer() == lowbit::kBFloat16, p.y_bfloat16 = args.integer() == lowbit::kBFloat16;
-    args.integer();
     p.threads = args.integer();
     if (!p.x_bfloat16) return linear<FloatUnit>(p, (const float*)p.x);
 #if defined(LOWBIT_BFLOAT16_UNIT)
@@ -500,4 +499,31 @@ extern "C" void packed_linear(const int64_t* boxed) {
     for (size_t i = 0; i < x.size(); i++) x[i] = from_bfloat16(((const uint16_t*)p.x)[i]);
     linear<FloatUnit>(p, x.data());
 #endif
+}
+
+// codes, absmax, group, codebook, out [N, K] of dtype, N, K, dtype, threads
+extern "C" void dequantize(const int64_t* boxed) {
+    lowbit::Args args(boxed);
+    Problem p{};
+    p.weight = args.pointer<const void>(), p.absmax = args.pointer<const float>(), p.group = args.integer();
+    p.codebook = args.pointer<const float>();
+    void* out = args.pointer<void>();
+    p.N = args.integer(), p.K = args.integer();
+    p.x_bfloat16 = args.integer() == lowbit::kBFloat16;
+    p.threads = args.integer();
+    lowbit::parallel_for(p.N, p.N * p.K > kSerialWork ? p.threads : 1, [&](int64_t begin, int64_t end) {
+        for (int64_t feature = begin; feature < end; feature++) {
+            if (!p.x_bfloat16) {
+                decode_row<FloatUnit>(p, feature, (float*)out + feature * p.K);
+            } else {
+#if defined(LOWBIT_BFLOAT16_UNIT)
+                decode_row<BFloat16Unit>(p, feature, (uint16_t*)out + feature * p.K);
+#else
+                std::vector<float> row(p.K);  // float32 arithmetic, on weights that are rounded already
+                decode_row<FloatUnit>(p, feature, row.data());
+                for (int64_t k = 0; k < p.K; k++) lowbit::store((uint16_t*)out + feature * p.K + k, row[k]);
+#endif
+            }
+        }
+    });
 }

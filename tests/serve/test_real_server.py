@@ -225,6 +225,8 @@ def loop_of(engine: AsyncEngine) -> asyncio.AbstractEventLoop:
 
 TEXT = "The quick brown fox jumps over the lazy dog. "
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+EMOJI = "👩‍👩‍👧 Grüße 漢字 🦊"
+"""Every character but a few is several tokens of one byte."""
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["cat", "Käse", "🦊"]}, "wild": {"type": "boolean"}},
@@ -262,10 +264,15 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "?"}], "seed": 15, "max_tokens": 60}
         | {"response_format": {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}},
     ),
+    "emoji": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "!"}], "seed": 15, "max_tokens": 90}
+        | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [EMOJI]}}}},
+    ),
     "stop": (COMPLETIONS, {"prompt": TEXT, "seed": 16, **LONG}),
     "stop, shown": (CHAT, {"messages": [{"role": "user", "content": TEXT}], "seed": 17, **LONG}),
 }
-"""20 kinds of request; each is asked three times at once."""
+"""21 kinds of request; each is asked three times at once."""
 UNKNOWN_TO_OPENAI = {"ignore_eos", "top_k", "min_p", "priority", "cache_salt", "include_stop_str_in_output"}
 
 
@@ -365,12 +372,12 @@ async def ask_all(url: str, wanted: dict[str, tuple[str, dict[str, Any]]]) -> di
     return dict(zip(order, answers, strict=True))
 
 
-def test_sixty_requests_at_once_are_answered_as_each_is_alone(served, http):
+def test_a_crowd_is_answered_as_each_is_alone(served, http):
     wanted = bodies(http)
     alone = {name: whole(http.post(path, json=body).json()) for name, (path, body) in wanted.items()}
     before = figures(http)
     together = asyncio.run(ask_all(served[1], wanted))
-    assert len(together) == 60
+    assert len(together) == 3 * len(wanted) > 60
     for (name, way), answer in together.items():
         assert answer == alone[name], (name, way)
     assert figures(http)["vllm:num_preemptions_total"] > before["vllm:num_preemptions_total"]  # it was a crowd
@@ -387,12 +394,92 @@ def _check_what_was_asked(alone: dict[str, Any], wanted: dict[str, tuple[str, di
     assert alone["best of four"][1][1] == 2 * 40  # what was generated and dropped is no completion token
     assert alone["may end"][0][0]["reason"] == ("stop", None)
     animal = json.loads(texts["schema"][0])
+    assert json.loads(texts["emoji"][0]) == EMOJI
+    assert alone["greedy ids"][1] == (96, 40) and alone["three answers"][1] == (21, 3 * 40)
     assert animal["kind"] in SCHEMA["properties"]["kind"]["enum"] and isinstance(animal["wild"], bool)
     for name in ("stop", "stop, shown"):
         stop = wanted[name][1]["stop"][1]
         assert alone[name][0][0]["reason"] == ("stop", stop)
         assert texts[name][0].endswith(stop) == (name == "stop, shown")
         assert texts[name][0].count(stop) == (name == "stop, shown")
+
+
+# ---- requests at the edge, while others run
+
+ACCEPTED: dict[str, dict[str, Any]] = {
+    **{f"temperature {value}": {"temperature": value} for value in (0, 1e-9, 1e-4, 2)},
+    **{f"top_p {value}": {"top_p": value} for value in (1e-9, 1)},
+    **{f"top_k {value}": {"top_k": value} for value in (-1, 0, 1, 10**6)},
+    **{f"min_p {value}": {"min_p": value} for value in (0, 1)},
+    "all at once": {"temperature": 2, "top_p": 1e-9, "top_k": 10**6, "min_p": 1, "repetition_penalty": 1e-3},
+    "a bias on every token": {"logit_bias": {str(token_id): -100 for token_id in range(260)}},
+    "seed": {"seed": -(2**63)},
+    "a special token alone": {"prompt": [0]},
+    "no answer": {"max_tokens": 0},
+    "a longest answer that is cut": {"max_tokens": 10**9, "ignore_eos": True},
+    "no stop string can come": {"stop": ["\x00\u202e", "👩‍👩‍👧" * 200]},
+    "text of all kinds": {"prompt": "\x00\u202e\ufffd\u0085𝕏"},
+    "many prompts": {"prompt": ["a"] * 500, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_values_at_the_edge_have_an_answer(http, name):
+    body = {"prompt": TEXT, "max_tokens": 4, "logprobs": 1, **ACCEPTED[name]}
+    answer = http.post(COMPLETIONS, json=body)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert len(choices) == (500 if name == "many prompts" else 1)
+    most = {"no answer": 0, "many prompts": 1, "a longest answer that is cut": 512 - len(TEXT)}.get(name, 4)
+    for choice in choices:
+        values = choice["logprobs"]["token_logprobs"]
+        assert len(values) == most or (len(values) < most and choice["finish_reason"] == "stop")
+        assert all(-9999 <= value <= 0 for value in values)
+
+
+REFUSED = {
+    "longer than the model": ({"prompt": [4] * 513}, "prompt has 513 tokens, the model takes 512"),
+    "no room for a token": ({"prompt": [4] * 512}, "prompt has 512 tokens, the model takes 512"),
+    "a megabyte of one letter": ({"prompt": "a" * 10**6}, "prompt has 1000000 tokens"),
+    "more answers than places": ({"n": 17}, "max_num_seqs=16"),
+    "10,000 prompts": ({"prompt": ["a"] * 10_000}, "max_prompts=2048"),
+    "an unknown id": ({"prompt": [260]}, "token id 260"),
+    "a bias on an unknown id": ({"logit_bias": {"260": 1}}, "token id 260"),
+    "an adapter of nobody": ({"model": "nobody"}, "nobody"),
+    "a schema that would not be enforced": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object", "not": {}}}}},
+        "not",
+    ),
+    "a pattern that is none": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "("}}}},
+        "Regex parsing error",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_cannot_be_served_is_refused_and_others_go_on(http, name, streamed):
+    body, says = REFUSED[name]
+    with http.stream("POST", COMPLETIONS, json={"prompt": "a", "seed": 1, "stream": True, **LONG}) as other:
+        answer = http.post(COMPLETIONS, json={"prompt": "a", "stream": streamed, **body})
+        assert answer.status_code == (404 if "model" in body else 400)
+        assert says in answer.json()["error"]["message"]
+        assert [line for line in other.iter_lines() if line][-1] == "data: [DONE]"
+    assert_drained(http)
+
+
+def test_a_request_larger_than_the_whole_cache_is_refused_and_others_go_on(folder):
+    with running(model=str(folder), kv_cache_memory_bytes=8 * BLOCK_BYTES, max_num_seqs=4) as (_, url, _):
+        with httpx.Client(base_url=url) as http:
+            for body in ({"prompt": [4] * 130, "max_tokens": 1}, {"prompt": [4] * 100, "max_tokens": 100}):
+                refused = http.post(COMPLETIONS, json=body)
+                assert refused.status_code == 400
+                assert "the whole cache has 8" in refused.json()["error"]["message"]
+            fits = [[4 + number] * 100 for number in range(6)]
+            answer = http.post(COMPLETIONS, json={"prompt": fits, "max_tokens": 28, "ignore_eos": True})
+            assert answer.json()["usage"]["completion_tokens"] == 6 * 28
+            assert_drained(http)
 
 
 # ---- clients that go away
@@ -569,6 +656,27 @@ def test_cached_tokens_belong_to_a_content(served, adapters):
     asyncio.run(run())
 
 
+def test_adapters_that_cannot_be_loaded_or_unloaded_are_refused(http, adapters, tmp_path):
+    def post(what: str, **body: str) -> tuple[int, str]:
+        answer = http.post(f"/v1/{what}_lora_adapter", json=body)
+        return answer.status_code, answer.json().get("error", {}).get("message", "")
+
+    (tmp_path / "adapter_config.json").write_text((adapters["a"] / "adapter_config.json").read_text())
+    assert post("load", lora_name="hot", lora_path=str(adapters["a"])) == (200, "")
+    for what, body, says in (
+        ("load", {"lora_name": "hot", "lora_path": str(adapters["b"])}, "is loaded already"),
+        ("load", {"lora_name": "small", "lora_path": str(adapters["b"])}, "is the base model's name"),
+        ("load", {"lora_name": "x", "lora_path": "/nowhere"}, "is not a folder"),
+        ("load", {"lora_name": "x", "lora_path": str(tmp_path)}, "is missing"),
+        ("unload", {"lora_name": "x"}, "lora_name=x is not loaded; loaded are: hot"),
+    ):
+        status, message = post(what, **body)
+        assert (status, says in message) == (400, True), message
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["small", "hot"]
+    assert post("unload", lora_name="hot") == (200, "")
+    assert post("unload", lora_name="hot")[0] == 400
+
+
 @pytest.mark.parametrize("first", ["submit", "unload"])
 def test_a_request_and_an_unload_that_meet(served, adapters, first):
     """The engine is held in a step while both arrive: the request has the adapter to its end, or is refused."""
@@ -740,3 +848,16 @@ def test_a_failed_engine_ends_the_process_with_1(processes):
     answer = httpx.post(f"{url}{COMPLETIONS}", json={"prompt": TEXT, "max_tokens": 500, "ignore_eos": True}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
     assert "RuntimeError: the GPU fell off the bus" in assert_ended(process, url, 1)
+
+
+def test_a_short_soak():
+    """scripts/soak_serve.py: overload, clients that leave, swaps; it ends with 1 if anything is lost or leaked."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "scripts" / "soak_serve.py"), "--requests", "150"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    report = json.loads(done.stdout.splitlines()[-1])
+    outcomes = {row["work"]: row["ours"] for row in report["rows"] if row["unit"] == "requests"}
+    assert sum(outcomes.values()) == 150 and outcomes["lost"] == 0
+    assert outcomes["answered"] > 50  # most of those who stay
+    assert outcomes["left"] > 10  # of the third who mean to

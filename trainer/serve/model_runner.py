@@ -1,9 +1,10 @@
 """ModelRunner: turns a step into rows, runs the decoder on them, and samples.
 
 On a CPU the forward of a batch of single tokens is recorded once for each batch size and replayed from then on
-(kernels/_tape.py); on a GPU it is a CUDA graph, for batch sizes up to the next power of two. Prompts run op by op.
+(kernels/_tape.py); on a GPU it is a CUDA graph (recording.py says for which sizes). Prompts run op by op.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,12 +92,11 @@ class ModelRunner:
         pad_to = self._recordings.batch_size(len(chunks)) if singles else None
         rows = self._inputs.fill(chunks, self.cache.block_size, pad_to=pad_to)
         if not singles:
-            return self._forward(rows)
+            return self.decoder.forward(rows, self.cache, batch_invariant=self.batch_invariant)
         key = (rows.token_ids.shape[0], rows.adapter_ids is not None)
-        return self._recordings.run(key, lambda: self._forward(rows))[: len(chunks)]
-
-    def _forward(self, rows: Rows) -> Tensor:
-        return self.decoder.forward(rows, self.cache, batch_invariant=self.batch_invariant)
+        # Only our own kernels can be recorded, and they are invariant.
+        forward = functools.partial(self.decoder.forward, rows, self.cache, batch_invariant=True)
+        return self._recordings.run(key, forward)[: len(chunks)]
 
     # ---- prompt log-probabilities
 
