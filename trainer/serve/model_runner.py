@@ -23,6 +23,8 @@ from trainer.serve.scheduler import ScheduledSequence, Step
 from trainer.serve.sequence import Sequence
 from trainer.serve.tensor_parallel import TensorParallel
 
+MIN_RECORDED_ROWS = 32
+"""Rows up to which a step is recorded, where max_num_seqs is lower: room for drafts and the ends of prompts."""
 MAX_LOGIT_ROWS = 64
 """Prompt positions whose logits are held at a time: 64 x 150,000 float32 are 38 MB."""
 
@@ -46,9 +48,10 @@ class ModelRunner:
         self.parallel = parallel
         self.decoder, self.cache, self.swap = decoder, cache, swap
         self.batch_invariant, self.eos_token_ids = batch_invariant, eos_token_ids
-        self.max_num_seqs = max_num_seqs
+        self._max_recorded_rows = min(max(max_num_seqs, MIN_RECORDED_ROWS), max_num_tokens)
         max_blocks = -(-max_model_len // cache.block_size)
-        self._inputs = _Inputs(max_num_tokens, max_num_seqs, max_blocks, decoder.device)
+        max_seqs = max(max_num_seqs, self._max_recorded_rows) + 8  # padding
+        self._inputs = _Inputs(max(max_num_tokens, max_seqs), max_seqs, max_blocks, decoder.device)
         self._recordings = Recordings.on(decoder.device) if parallel.size == 1 else None
 
     # ---- one step
@@ -88,15 +91,17 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, chunks: "list[Chunk]") -> Tensor:
         """Hidden states [T, hidden_size] of all rows of a step, in its order."""
-        singles = self._recordings is not None and all(len(chunk.token_ids) == 1 for chunk in chunks)
-        pad_to = self._recordings.batch_size(len(chunks)) if singles else None
-        rows = self._inputs.fill(chunks, self.cache.block_size, pad_to=pad_to)
-        if not singles:
+        num_rows = sum(len(chunk.token_ids) for chunk in chunks)
+        shape = None
+        if self._recordings is not None and num_rows <= self._max_recorded_rows:
+            shape = self._recordings.shape(num_rows, len(chunks))
+        rows = self._inputs.fill(chunks, self.cache.block_size, pad_to=shape)
+        if shape is None:
             return self.decoder.forward(rows, self.cache, batch_invariant=self.batch_invariant)
         key = (rows.token_ids.shape[0], rows.adapter_ids is not None)
         # Only our own kernels can be recorded, and they are invariant.
         forward = functools.partial(self.decoder.forward, rows, self.cache, batch_invariant=True)
-        return self._recordings.run(key, forward)[: len(chunks)]
+        return self._recordings.run(key, forward)[:num_rows]
 
     # ---- prompt log-probabilities
 
@@ -215,10 +220,10 @@ class _Inputs:
         self._numpy = [tensor.numpy() for tensor in self._host]
         self._device = self._host if device.type == "cpu" else [tensor.to(device) for tensor in self._host]
 
-    def fill(self, chunks: list[Chunk], block_size: int, *, pad_to: int | None = None) -> Rows:
+    def fill(self, chunks: list[Chunk], block_size: int, *, pad_to: tuple[int, int] | None) -> Rows:
         """Write a step into the buffers; returns views of its rows and sequences.
 
-        pad_to  sequences, of one row each, to fill up with rows that are not kept and see nothing
+        pad_to  rows and sequences to fill up to; what is added is not kept and sees nothing
         """
         token_ids, positions, slots, adapter_ids, cu_seqlens, seq_lens, block_tables = self._numpy
         row, any_adapter = 0, False
@@ -239,11 +244,12 @@ class _Inputs:
             seq_lens[number] = stop
             row = cu_seqlens[number + 1] = end
         num_seqs = len(chunks)
-        if pad_to is not None and pad_to > num_seqs:
-            pad = slice(num_seqs, pad_to)
-            token_ids[pad], positions[pad], slots[pad], adapter_ids[pad], seq_lens[pad] = 0, 0, -1, -1, 0
-            cu_seqlens[num_seqs + 1 : pad_to + 1] = np.arange(num_seqs + 1, pad_to + 1)
-            row = num_seqs = pad_to
+        if pad_to is not None:
+            rows, sequences = slice(row, pad_to[0]), slice(num_seqs, pad_to[1])
+            token_ids[rows], positions[rows], slots[rows], adapter_ids[rows] = 0, 0, -1, -1
+            seq_lens[sequences] = 0
+            cu_seqlens[num_seqs + 1 : pad_to[1] + 1] = np.minimum(row + 1 + np.arange(pad_to[1] - num_seqs), pad_to[0])
+            row, num_seqs = pad_to
         if self._device is not self._host:
             for host, device in zip(self._host, self._device, strict=True):
                 device.copy_(host, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Record a forward of single tokens once, replay it from then on: a tape on CPUs, a CUDA graph on GPUs.
+"""Record a forward of a few rows once, replay it from then on: a tape on CPUs, a CUDA graph on GPUs.
 
-Both are bound to addresses. Inputs are written into the same buffers before each replay, and the result is always the
-same tensor, valid until the next replay.
+Both are bound to addresses and to shapes, not to values: inputs are written into the same buffers before each replay,
+and the result is always the same tensor, valid until the next replay.
 """
 
 from collections.abc import Callable, Hashable
@@ -22,9 +22,10 @@ class OnTape:
             self._result = forward()
 
     @staticmethod
-    def batch_size(num_seqs: int) -> int:
-        """The batch size that is recorded for so many sequences: each its own, for padding costs time here."""
-        return num_seqs
+    def shape(num_rows: int, num_seqs: int) -> tuple[int, int] | None:
+        """The rows and sequences that are recorded for a step. Which rows are whose is read at each replay, so one tape
+        serves every step of so many rows: single tokens, drafts, the end of a prompt."""
+        return num_rows, num_rows
 
     def replay(self) -> Tensor:
         if self._fresh:
@@ -48,9 +49,13 @@ class OnGraph:
             self._result = forward()
 
     @staticmethod
-    def batch_size(num_seqs: int) -> int:
-        """The next of 1, 2, 4, 8, 16, 24, 32 ...: a graph for each size would cost memory and start-up time."""
-        return -(-num_seqs // 8) * 8 if num_seqs > 8 else 1 << (num_seqs - 1).bit_length()
+    def shape(num_rows: int, num_seqs: int) -> tuple[int, int] | None:
+        """Single tokens only, for launches depend on the longest run of rows; padded to 1, 2, 4, 8, 16, 24, 32 ...,
+        since a graph for each size would cost memory and start-up time."""
+        if num_rows > num_seqs:
+            return None
+        padded = -(-num_seqs // 8) * 8 if num_seqs > 8 else 1 << (num_seqs - 1).bit_length()
+        return padded, padded
 
     def replay(self) -> Tensor:
         self._graph.replay()
@@ -71,8 +76,9 @@ class Recordings:
         can = device.type == "cuda" or (device.type == "cpu" and _cpp.choose("runtime", "cpu") == "cpu")
         return cls(device) if can else None
 
-    def batch_size(self, num_seqs: int) -> int:
-        return self._kind.batch_size(num_seqs)
+    def shape(self, num_rows: int, num_seqs: int) -> tuple[int, int] | None:
+        """Rows and sequences to pad a step to; None if it is not to be recorded."""
+        return self._kind.shape(num_rows, num_seqs)
 
     def run(self, key: Hashable, forward: Callable[[], Tensor]) -> Tensor:
         """The result of `forward`, recorded under `key` the first time and replayed from then on."""

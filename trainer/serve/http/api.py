@@ -161,6 +161,7 @@ def _token_routes(engine: Engine) -> APIRouter:
 def _operation_routes(engine: Engine) -> APIRouter:
     router = _router()
 
+    @router.head("/health", include_in_schema=False)  # what some load balancers send
     @router.get("/health")
     async def health() -> dict[str, str]:
         if not engine.is_healthy():
@@ -188,7 +189,7 @@ def _add_page(app: FastAPI) -> list[str]:
     paths = []
     for file in files:
         paths.append("/" if file.name == "index.html" else f"/{file.name}")
-        app.add_api_route(paths[-1], _page_endpoint(file), include_in_schema=False)
+        app.add_api_route(paths[-1], _page_endpoint(file), methods=["GET", "HEAD"], include_in_schema=False)
     return paths
 
 

@@ -54,19 +54,21 @@ class Call:
         for prepared in [params] if isinstance(params, SamplingParams) else params:
             if prepared.json_schema is not None:
                 await self.engine.prepare(prepared)
-        for index, token_ids in enumerate(prompts):
-            # The engine fills in what is open, such as the longest answer, so each request has its own copy.
-            wanted = replace(params) if isinstance(params, SamplingParams) else params[index]
-            settings = {"adapter": adapter, "priority": priority, "cache_salt": cache_salt}
-            try:
-                stream = self.engine.submit(token_ids, wanted, request_id=f"{self.call_id}-{index}", **settings)
-            except UserError as error:
-                self.abort()
-                raise UserError(f"{error} (request {index} of the call)" if len(prompts) > 1 else str(error)) from error
-            except (QueueFull, EngineDead):
-                self.abort()
-                raise
-            self.streams.append(stream)
+        settings = {"adapter": adapter, "priority": priority, "cache_salt": cache_salt}
+        try:
+            for index, token_ids in enumerate(prompts):
+                # The engine fills in what is open, such as the longest answer, so each request has its own copy.
+                wanted = replace(params) if isinstance(params, SamplingParams) else params[index]
+                request_id = f"{self.call_id}-{index}"
+                self.streams.append(self.engine.submit(token_ids, wanted, request_id=request_id, **settings))
+                await asyncio.sleep(0)  # other clients' streams go on while thousands of prompts are checked
+        except UserError as error:
+            self.abort()
+            which = f" (request {len(self.streams)} of the call)" if len(prompts) > 1 else ""
+            raise UserError(f"{error}{which}") from error
+        except (QueueFull, EngineDead, asyncio.CancelledError):
+            self.abort()
+            raise
 
     def abort(self) -> None:
         """End what still runs."""

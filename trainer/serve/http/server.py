@@ -1,8 +1,8 @@
 """serve: an engine behind HTTP, from the first connection to the last.
 
 SIGTERM or SIGINT closes the port, gives running requests `drain_s` seconds, ends the rest with a reason that their
-clients see, and returns; the process exits with 0. A second SIGINT does not wait. An engine that has failed ends the
-server too: whoever started it can start another, and none is left that only says no.
+clients see, and returns; the process exits with 0. A second SIGINT ends them at once. An engine that has failed ends
+the server too: whoever started it can start another, and none is left that only says no.
 """
 
 import asyncio
@@ -87,10 +87,13 @@ class Server(uvicorn.Server):
         log.info("serve    stopping; running requests get %g s", self._drain_s)
         draining = asyncio.create_task(self._engine.stop(self._drain_s))
         await super().shutdown(sockets)
-        if self.force_exit:
-            draining.cancel()
-        else:
+        if not self.force_exit:
             await draining
+            return
+        draining.cancel()
+        await self._engine.stop(0)
+        if answers := list(self.server_state.tasks):  # uvicorn has not waited for them
+            await asyncio.wait(answers, timeout=FLUSH_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
