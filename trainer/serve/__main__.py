@@ -30,6 +30,7 @@ def main() -> None:
         return
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("trainer").setLevel(logging.INFO)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of optional kernels each time it is imported
     try:
         config = read_settings(ServeConfig, arguments)
         from trainer.serve.run import run  # here, so that a mistake is answered before torch loads
