@@ -89,10 +89,11 @@ class AdapterRegistry:
             f"max_loras={self.max_loras} adapters are loaded, or unloaded and still in use; unload one, or start the "
             "server with a larger max_loras",
         )
-        adapter = Adapter(name, path, factors, self._free_slots.pop(), self)
-        self.write(adapter.slot, factors.factors)
-        self.by_name[name] = adapter
-        return adapter
+        slot = self._free_slots[-1]
+        self.write(slot, factors.factors)
+        self._free_slots.pop()
+        self.by_name[name] = Adapter(name, path, factors, slot, self)
+        return self.by_name[name]
 
     def unload(self, name: str) -> None:
         """Take the name away; requests that use the adapter finish with it.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import require
+from trainer.config import UserError, require
 from trainer.serve.adapters import Adapter
 from trainer.serve.block_manager import BlockManager
 from trainer.serve.config import ServeConfig
@@ -96,12 +96,6 @@ class Engine:
         """Refuse what this model cannot answer, and fill in the longest answer."""
         num_prompt = len(prompt_token_ids)
         require(num_prompt > 0, "prompt is empty; give at least one token")
-        for token_id in prompt_token_ids:
-            require(
-                isinstance(token_id, int) and 0 <= token_id < self.vocab_size,
-                f"prompt has token id {token_id!r}; this model's ids are 0..{self.vocab_size - 1}",
-            )
-        params.check_vocabulary(self.vocab_size)
         room = self.max_model_len - num_prompt
         wants_tokens = params.max_tokens != 0
         require(
@@ -109,7 +103,13 @@ class Engine:
             f"prompt has {num_prompt} tokens, the model takes {self.max_model_len} (max_model_len) for prompt and "
             "answer together; shorten the prompt",
         )
-        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if not all(isinstance(token_id, int) and 0 <= token_id < self.vocab_size for token_id in prompt_token_ids):
+            wrong = next(t for t in prompt_token_ids if not isinstance(t, int) or not 0 <= t < self.vocab_size)
+            raise UserError(f"prompt has token id {wrong!r}; this model's ids are 0..{self.vocab_size - 1}")
+        params.check_vocabulary(self.vocab_size)
+        if params.max_tokens is None:  # as long as model and cache allow
+            params.max_tokens = max(1, self.blocks.num_blocks * self.blocks.block_size - num_prompt)
+        params.max_tokens = min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
 
     def request(
