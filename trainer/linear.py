@@ -107,7 +107,7 @@ def weights_sha256(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not tensor.requires_grad and "lora_" not in name:
+        if "lora_" not in name and "modules_to_save" not in name:
             digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -44,7 +44,11 @@ def read_settings(schema: type, arguments: list[str]) -> Any:
             hint = f"did you mean {' or '.join(close)}?" if close else "see --help"
             raise UserError(f"{key} is not a key; {hint}")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(arguments))
+        given = OmegaConf.from_dotlist(arguments)
+        for key, _, text in (argument.partition("=") for argument in arguments):
+            if schema.__dataclass_fields__[key].type in (str, str | None) and given[key] is not None:
+                given[key] = text  # as it was typed: YAML reads api_key=0123 as 83
+        merged = OmegaConf.merge(OmegaConf.structured(schema), given)
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         if isinstance(error.__cause__, UserError):

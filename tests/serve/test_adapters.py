@@ -327,3 +327,47 @@ def test_hash_is_of_the_content(folders, adapter_folder):
     same, other = adapter_folder(0, **KINDS["all"]), adapter_folder(0, **{**KINDS["all"], "lora_alpha": 9})
     hashes = [read_adapter_factors(folder).sha256 for folder in (folders["all"], same, other)]
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+def damaged(folders, tmp_path, name: str, text: str):
+    folder = tmp_path / "damaged"
+    shutil.copytree(folders["all"], folder)
+    (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("adapter_model.safetensors", "garbage", "cannot be read"),
+        ("adapter_config.json", "{", "cannot be read"),
+        ("lowbit.json", "{", "cannot be read"),
+        ("lowbit.json", "{}", "was trained on a base"),
+        ("lowbit.json", "[]", "holds no object"),
+    ],
+)
+def test_damaged_folders_are_named(llm, folders, tmp_path, name, text, message):
+    with pytest.raises(UserError, match=message):
+        llm.load_adapter("damaged", damaged(folders, tmp_path, name, text))
+
+
+def test_factors_that_are_not_finite_are_refused(llm, folders, tmp_path):
+    """One such adapter would otherwise end the engine for everybody."""
+    folder = tmp_path / "diverged"
+    shutil.copytree(folders["values"], folder)
+    factors = load_file(folder / "adapter_model.safetensors")
+    next(iter(factors.values()))[0, 0] = float("nan")
+    save_file(factors, folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="inf or nan"):
+        llm.load_adapter("diverged", folder)
+    assert llm.generate([[5, 6]], SamplingParams(max_tokens=2), adapter=None)[0].choices[0].token_ids
+
+
+def test_an_adapter_whose_initialisation_changed_the_base_is_refused(llm, adapter_folder):
+    with pytest.raises(UserError, match="init_lora_weights=pissa"):
+        llm.load_adapter("pissa", adapter_folder(target_modules=["q_proj"], init_lora_weights="pissa"))
+
+
+def test_default_names_no_adapter(llm, folders):
+    with pytest.raises(UserError, match="default"):
+        llm.load_adapter("default", folders["all"])

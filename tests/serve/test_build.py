@@ -48,6 +48,6 @@ def test_warm_up_runs_the_largest_step() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_share_is_kept() -> None:
-    llm = LLM("tiny", gpu_memory_utilization=0.2, max_num_seqs=1024, max_model_len=2048)
+    LLM("tiny", gpu_memory_utilization=0.2, max_num_seqs=1024, max_model_len=2048)
     free, total = torch.cuda.mem_get_info()
     assert total - free <= 0.2 * total + 2**28

@@ -2,12 +2,15 @@
 module, on a run's folder and export, and in the log-probabilities that evaluation asks for."""
 
 import collections
+import gc
 import inspect
 import json
+import math
 import os
 import re
 import statistics
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -18,7 +21,8 @@ from trainer.export.adapter import read_adapter
 from trainer.lora import attach_lora
 from trainer.model import load_model, prepare_model
 from trainer.serve import scheduler
-from trainer.serve.gate import train_serve_gate
+from trainer.serve.engine import request_output
+from trainer.serve.gate import GateReport, PromptDifference, train_serve_gate
 from trainer.serve.llm import LLM
 from trainer.serve.sampling_params import SamplingParams
 
@@ -374,3 +378,59 @@ class TestLoglikelihood:
         assert abs(total - hf_logprobs(model, ids)[6:].sum()) < 1e-3
         with pytest.raises(UserError, match="context is empty"):
             serve(model).loglikelihood([""], ["a"])
+
+
+def test_a_server_that_nobody_holds_is_freed(random_model, serve):
+    llm = serve(random_model("llama"))
+    runner = weakref.ref(llm.runner)
+    del llm
+    gc.collect()
+    assert runner() is None
+
+
+def test_a_float16_module_runs_without_a_tape(random_model, serve):
+    """The compiled kernels have float32 and bfloat16; the reference cannot be recorded."""
+    llm = serve(random_model("llama", dtype=torch.float16))
+    assert len(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))) == 1
+
+
+def test_settings_that_a_module_in_memory_cannot_have_are_refused(random_model, serve):
+    with pytest.raises(UserError, match="quantization"):
+        serve(random_model("llama"), quantization="nf4")
+
+
+def test_the_best_answers_are_the_same_each_time_they_are_asked_for(random_model, serve):
+    llm = serve(random_model("llama"))
+    request = llm.engine.request([5, 6, 7], SamplingParams(n=2, best_of=4, max_tokens=5, seed=1, ignore_eos=True))
+    llm.engine.add(request)
+    while llm.engine.has_work:
+        llm.engine.step()
+    first, second = ([(choice.index, choice.token_ids) for choice in request_output(request).choices] for _ in range(2))
+    assert first == second and [index for index, _ in first] == [0, 1]
+
+
+def test_ctrl_c_between_schedule_and_forward_leaves_no_unwritten_keys(random_model, serve, greedy_params, monkeypatch):
+    """Blocks can be found from the moment they are scheduled; what was never computed must not be."""
+    llm, prompt = serve(random_model("llama")), list(range(3, 53))
+    want = [c.token_ids for c in llm.generate([prompt], greedy_params(4))[0].choices]
+    llm.engine.blocks.forget()
+    schedule = llm.engine.scheduler.schedule
+
+    def interrupted():
+        schedule()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "schedule", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([prompt], greedy_params(4))
+    assert not llm.engine.has_work and llm.engine.blocks.num_free_blocks == llm.engine.blocks.num_blocks
+    output = llm.generate([prompt], greedy_params(4))[0]
+    assert output.num_cached_tokens == 0 and [c.token_ids for c in output.choices] == want
+
+
+def test_the_gate_fails_on_a_nan_anywhere(random_model):
+    for differences in ([[0.0, math.nan]], [[0.0, 0.0], [math.nan, 0.0]]):
+        prompts = [PromptDifference([1, 2, 3], ["a", "b", "c"], values) for values in differences]
+        with pytest.raises(RuntimeError, match="nan"):
+            GateReport(prompts, {}).check(1.0)

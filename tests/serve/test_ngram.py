@@ -12,7 +12,10 @@ def propose_reference(token_ids: list[int], num_tokens: int) -> list[int]:
     for length in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
         for begin in range(len(token_ids) - length - 1, -1, -1):
             if length < len(token_ids) and token_ids[begin : begin + length] == token_ids[-length:]:
-                return token_ids[begin + length : begin + length + max(0, num_tokens)]
+                grown = list(token_ids)
+                for _ in range(num_tokens):
+                    grown.append(grown[begin + length + len(grown) - len(token_ids)])
+                return grown[len(token_ids) :]
     return []
 
 
@@ -22,8 +25,8 @@ def propose_reference(token_ids: list[int], num_tokens: int) -> list[int]:
         ([], 4, []),
         ([1], 4, []),
         ([1, 1], 4, []),  # one token alone is no pattern
-        ([1, 1, 1], 4, [1]),  # patterns may overlap
-        ([1, 2, 3, 1, 2], 4, [3, 1, 2]),
+        ([1, 1, 1], 4, [1, 1, 1, 1]),  # patterns may overlap, and the copy runs on into itself
+        ([1, 2, 3, 1, 2], 4, [3, 1, 2, 3]),
         ([1, 2, 3, 1, 2], 1, [3]),
         ([1, 2, 3, 1, 2], 0, []),
         ([1, 2, 3, 1, 2], -1, []),

@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -97,21 +98,33 @@ def read_adapter_factors(folder: Path) -> AdapterFactors:
     path = folder / "adapter_model.safetensors"
     require((folder / "adapter_config.json").is_file(), f"{folder} holds no adapter_config.json; give a PEFT adapter")
     require(path.is_file(), f"{path} is missing; save the adapter with safe_serialization=True")
-    config = PeftLoraConfig.from_pretrained(folder)
+    try:
+        config, tensors = PeftLoraConfig.from_pretrained(folder), load_file(path)
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise UserError(f"{folder} cannot be read: {error}; it is damaged, copy or export the adapter again") from None
     require(isinstance(config, PeftLoraConfig), f"{folder} holds a {config.peft_type} adapter; train LoRA")
     variants = [item.name for item in fields(config) if item.metadata.get("is_lora_variant")]  # DoRA, aLoRA, ...
     others = ("lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication", "target_parameters")
     for name in (*variants, *others):
         require(not getattr(config, name, None), f"{folder}: adapters with {name} are not served; train plain LoRA")
+    init = config.init_lora_weights
+    changes_base = isinstance(init, str) and init.lower().startswith(("pissa", "olora", "corda", "loftq"))
+    require(
+        not changes_base,
+        f"{folder}: init_lora_weights={init} changed the base that the adapter belongs to; convert the adapter with "
+        "save_pretrained(path_initial_model_for_weight_conversion=...)",
+    )
     require(config.bias == "none", f"{folder}: adapters with bias={config.bias} are not served; use bias=none")
     halves: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in load_file(path).items():
+    for key, tensor in tensors.items():
         match = _FACTOR_KEY.fullmatch(key)
         require(match is not None, f"{path} has {key}; the server reads lora_A and lora_B of linear layers only")
         halves.setdefault(match["module"], {})[match["factor"]] = tensor
     factors = {}
     for module, pair in halves.items():
         require(set(pair) == {"A", "B"}, f"{path}: {module} has only one of lora_A and lora_B; the file is damaged")
+        shapes = [tuple(factor.shape) for factor in pair.values()]
+        require(all(len(shape) == 2 and 0 not in shape for shape in shapes), f"{path}: {module} has factors {shapes}")
         factors[module] = pair["A"], pair["B"], _scaling(config, module, pair["A"].shape[0])
     return AdapterFactors.of(factors)
 
@@ -131,15 +144,28 @@ def check_base(folder: Path, base_sha256: str) -> None:
 
     raises  UserError if lowbit.json in `folder` names another hash; an adapter without the file passes
     """
-    path = folder / "lowbit.json"
-    if not path.is_file():
+    if not (folder / "lowbit.json").is_file():
         return
-    trained_on = json.loads(path.read_text())["base_sha256"]
+    trained_on = str(read_identity(folder).get("base_sha256"))
     if trained_on != base_sha256:
         raise UserError(
             f"{folder} was trained on a base whose packed weights have sha256 {trained_on[:12]}, this one has "
             f"{base_sha256[:12]}; use the base and the quant settings that its config.yaml names"
         )
+
+
+def read_identity(folder: Path) -> dict[str, Any]:
+    """What lowbit.json says of the base; nothing where the adapter was trained by others.
+
+    raises  UserError if the file is damaged
+    """
+    path = folder / "lowbit.json"
+    try:
+        identity = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {error}; export the adapter again") from None
+    require(isinstance(identity, dict), f"{path} holds no object; export the adapter again")
+    return identity
 
 
 def write_model_card(folder: Path, config: Config, metrics: dict[str, Any]) -> None:

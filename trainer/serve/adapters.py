@@ -153,6 +153,8 @@ class AdapterRegistry:
             rank, rank_B = lora_A.shape[0], lora_B.shape[1]
             require(rank == rank_B, f"{source}: {module} has lora_A of rank {rank} and lora_B of rank {rank_B}")
             require(rank <= MAX_RANK, f"{source}: {module} has rank {rank}; the server takes up to {MAX_RANK}")
+            finite = all(bool(factor.isfinite().all()) for factor in (lora_A, lora_B))
+            require(finite, f"{source}: {module} has factors that are inf or nan; its training diverged")
 
     def _full_shape(self, module: str) -> tuple[int, int]:
         """[out_features, in_features] of a layer over all processes."""

@@ -63,7 +63,7 @@ class RequestStream:
 
     def abort(self) -> None:
         """End the request and free its blocks; harmless when it has ended, and twice."""
-        if not self._aborted:
+        if self._open and not self._aborted:
             self._aborted = True
             self._engine.abort(self.request_id)
 

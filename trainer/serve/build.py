@@ -119,6 +119,8 @@ def _load_adapters(built: Built, opened: OpenedModel) -> None:
         built.adapters.install(LIVE_ADAPTER, "in memory", live)
         built.default_adapter = LIVE_ADAPTER
     for name, folder in opened.adapters.items():
+        taken = name in (built.name, "base") and name != opened.default_adapter
+        require(not taken, f"adapters names {name}, which already means the model itself; use another name")
         built.adapters.install(name, folder, built.adapters.read(name, folder))
     built.default_adapter = built.default_adapter or opened.default_adapter
 
@@ -165,7 +167,7 @@ def warm_up(decoder: Decoder, sizes: dict[str, Any], *, num_tokens: int) -> None
         block_tables=torch.arange(num_blocks, dtype=torch.int32, device=decoder.device)[None],
         slot_mapping=positions,
     )
-    rows = Rows(torch.zeros_like(positions), positions, batch, None)
+    rows = Rows(torch.zeros_like(positions), positions % decoder.cos_sin.shape[0], batch, None)
     with torch.inference_mode():
         hidden_states = decoder.forward(rows, cache, batch_invariant=True)
         decoder.logits(hidden_states[:MAX_LOGIT_ROWS], batch_invariant=True)
@@ -178,7 +180,7 @@ def _cache_bytes(decoder: Decoder, config: ServeConfig, block_bytes: int, sizes:
     if decoder.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        warm_up(decoder, sizes, num_tokens=min(config.max_num_batched_tokens, config.max_model_len))
+        warm_up(decoder, sizes, num_tokens=config.max_num_batched_tokens)
         activations = torch.cuda.max_memory_allocated(decoder.device) - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(decoder.device)

@@ -60,7 +60,9 @@ class ServeConfig:
     """Seeds the requests that bring no seed of their own."""
 
     host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 for every address of the machine."""
     port: int = 8000
+    """Port to listen at; 0 for any free one, which the log names."""
     served_model_name: str | None = None
     """The base model's name in the API; null for the last part of `model`."""
     api_key: str | None = None

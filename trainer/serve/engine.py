@@ -26,6 +26,9 @@ from trainer.serve.sampling_params import SamplingParams
 from trainer.serve.scheduler import ScheduledSequence, Scheduler, Step
 from trainer.serve.sequence import Request, Sequence, Status
 
+MAX_PRIORITY = 1_000_000
+"""Far from where float64 would lose the fractions that waiting adds."""
+
 
 @dataclass(slots=True)
 class ItemOutput:
@@ -122,12 +125,16 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
-        """A checked request, not yet queued; changes nothing of the engine, so any thread may call it.
+        """A checked request, not yet queued; changes nothing but the count of requests, so any thread may call it.
 
         raises  UserError naming the field, the value and what is accepted: what passes here will be answered
         """
         params = replace(params)
         self._check(prompt_token_ids, params)
+        require(
+            isinstance(priority, int) and abs(priority) <= MAX_PRIORITY,
+            f"priority={priority!r:.40}; give a whole number in -{MAX_PRIORITY}..{MAX_PRIORITY}",
+        )
         number = next(self._numbers)
         request = Request(
             request_id=request_id or f"request-{number}",
@@ -188,6 +195,13 @@ class Engine:
 
         raises  what the runner raises; every request must be aborted then, after which the engine can go on
         """
+        try:
+            return self._step()
+        except BaseException:  # Ctrl-C too, wherever it strikes
+            self.blocks.forget()  # blocks of this step can be found already, and were perhaps not computed
+            raise
+
+    def _step(self) -> list[Event]:
         begin = time.perf_counter()
         step = self.scheduler.schedule()
         now = self._clock()
@@ -195,11 +209,7 @@ class Engine:
             if item.sequence.request.first_scheduled_s is None:
                 item.sequence.request.first_scheduled_s = now
         compute = time.perf_counter()
-        try:
-            outputs = self.runner.execute(step)
-        except BaseException:
-            self.blocks.forget()  # blocks of this step can be found already, and were not computed
-            raise
+        outputs = self.runner.execute(step)
         self.compute_s += time.perf_counter() - compute
         now = self._clock()
         events: list[Event] = []
@@ -372,7 +382,5 @@ def _mean_logprob(choice: Choice) -> float:
 
 
 def _renumbered(choice: Choice, index: int, params: SamplingParams) -> Choice:
-    choice.index = index
-    if params.logprobs is None:
-        choice.cumulative_logprob = None
-    return choice
+    cumulative = None if params.logprobs is None else choice.cumulative_logprob
+    return replace(choice, index=index, cumulative_logprob=cumulative)

@@ -7,7 +7,8 @@ tokenizer, chat template), so that two reports can be compared when one of them 
 
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +41,7 @@ class PromptDifference:
 
     @property
     def max_difference(self) -> float:
-        return max(map(abs, self.differences))
+        return _largest(map(abs, self.differences))
 
     @property
     def mean_difference(self) -> float:
@@ -61,7 +62,7 @@ class GateReport:
 
     @property
     def max_difference(self) -> float:
-        return max(prompt.max_difference for prompt in self.prompts)
+        return _largest(prompt.max_difference for prompt in self.prompts)
 
     @property
     def mean_difference(self) -> float:
@@ -88,16 +89,25 @@ class GateReport:
                 f"the server does not hold what was trained: {'; '.join(lines)}. Serve this run's own export, or call "
                 "refresh() after training further"
             )
-        number = max(range(len(self.prompts)), key=lambda i: self.prompts[i].max_difference)
+        number = max(range(len(self.prompts)), key=lambda i: _nan_last(self.prompts[i].max_difference))
         worst = self.prompts[number]
         # `not <=`: a nan has to fail
         if not worst.max_difference <= limit:
-            position = max(range(len(worst.differences)), key=lambda i: abs(worst.differences[i])) + 1
+            position = max(range(len(worst.differences)), key=lambda i: _nan_last(abs(worst.differences[i]))) + 1
             raise RuntimeError(
                 f"prompt {number}, token {position} ({worst.tokens[position]!r}): the server's log-probability differs "
                 f"from the trained module's by {worst.max_difference:.3g} nats, the limit is {limit:g} (mean over all "
                 f"prompts: {self.mean_difference:.3g}). Digest {self.digest[:12]}"
             )
+
+
+def _nan_last(value: float) -> float:
+    """A key under which max() finds a nan, which it otherwise finds only in the first place."""
+    return math.inf if math.isnan(value) else value
+
+
+def _largest(values: Iterable[float]) -> float:
+    return max(values, key=_nan_last)
 
 
 def train_serve_gate(module: nn.Module, llm: LLM, prompts: Sequence[Prompt]) -> GateReport:

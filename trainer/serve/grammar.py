@@ -65,6 +65,8 @@ class GrammarCompiler:
         self._eos_token_ids = list(eos_token_ids)
         self._cache: OrderedDict[str, CompiledGrammar | UserError] = OrderedDict()
         self._lock = threading.Lock()
+        """Held for a look at the cache, never for long: the event loop takes it too."""
+        self._compiling = threading.Lock()
         self._compiler: Any = None
         self._clean = torch.empty(0)
         self._worker: _Worker | None = None
@@ -80,23 +82,34 @@ class GrammarCompiler:
             "json_schema: xgrammar is not installed; pip install 'lowbit[serve]', or leave the schema out",
         )
         schema = check_schema(schema)
-        with self._lock:
-            if schema not in self._cache:
-                try:
-                    self._cache[schema] = self._compile(schema)
-                except UserError as error:
-                    self._cache[schema] = error
-                if len(self._cache) > CACHED_GRAMMARS:
-                    self._cache.popitem(last=False)
-            self._cache.move_to_end(schema)
-            found = self._cache[schema]
+        found = self._cached(schema)
+        if found is None:
+            with self._compiling:
+                found = self._cached(schema) or self._compile_and_keep(schema)
         if isinstance(found, UserError):
             raise UserError(str(found))
         return found
 
+    def _cached(self, schema: str) -> CompiledGrammar | UserError | None:
+        with self._lock:
+            if schema in self._cache:
+                self._cache.move_to_end(schema)
+            return self._cache.get(schema)
+
+    def _compile_and_keep(self, schema: str) -> CompiledGrammar | UserError:
+        try:
+            found = self._compile(schema)
+        except UserError as error:
+            found = error
+        with self._lock:
+            self._cache[schema] = found
+            if len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        return found
+
     def close(self) -> None:
         """End the process that tries schemas; the next schema starts another."""
-        with self._lock:
+        with self._compiling:
             if self._worker is not None:
                 self._worker.close()
                 self._worker = None

@@ -37,8 +37,12 @@ class LLM:
         self, model: str | Path | nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any
     ) -> None:
         live = isinstance(model, nn.Module)
+        if isinstance(tokenizer, str | Path):  # as on the command line
+            settings["tokenizer"], tokenizer = str(tokenizer), None
         unknown = sorted(set(settings) - set(ServeConfig.__dataclass_fields__))
         require(not unknown, f"{unknown} are no settings of the server; see trainer.serve.config.ServeConfig")
+        unused = sorted({"adapters", "dtype", "quantization", "served_model_name", "tokenizer"} & set(settings))
+        require(not (live and unused), f"{unused} would change nothing: a module in memory is served as it is")
         self.config = ServeConfig(model=LIVE_ADAPTER if live else str(model), **settings)
         if live:
             require(tokenizer is not None, "LLM(model=<module>) needs tokenizer=")
@@ -52,7 +56,8 @@ class LLM:
         if self.runner.parallel.rank > 0:
             self.runner.follow(self.adapters)
             sys.exit(0)
-        atexit.register(self.close)
+        if self.runner.parallel.size > 1:
+            atexit.register(self.close)  # keeps the engine until then, which one process alone has no need of
         self.default_adapter = built.default_adapter
         self.tokenizer = opened.tokenizer
 
@@ -142,6 +147,7 @@ class LLM:
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Load a PEFT adapter under a name; raises UserError if it does not fit this base."""
+        require(name != "default", "lora_name=default means the model's own adapter here; use another name")
         self.adapters.install(name, str(folder), self.adapters.read(name, str(folder)))
 
     def unload_adapter(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """ModelRunner: turns a step into rows, runs the decoder on them, and samples.
 
-On a CPU the forward of a batch of single tokens is recorded once for each batch size and replayed from then on
-(kernels/_tape.py); on a GPU it is a CUDA graph (recording.py says for which sizes). Prompts run op by op.
+The forward of a small step is recorded once and replayed from then on: on a CPU on a tape, on a GPU as a CUDA graph
+(recording.py says which steps). Long pieces of prompts run op by op.
 """
 
 import functools
@@ -52,7 +52,7 @@ class ModelRunner:
         max_blocks = -(-max_model_len // cache.block_size)
         max_seqs = max(max_num_seqs, self._max_recorded_rows) + 8  # padding
         self._inputs = _Inputs(max(max_num_tokens, max_seqs), max_seqs, max_blocks, decoder.device)
-        self._recordings = Recordings.on(decoder.device) if parallel.size == 1 else None
+        self._recordings = Recordings.on(decoder.device, decoder.config.dtype) if parallel.size == 1 else None
 
     # ---- one step
 
@@ -219,12 +219,15 @@ class _Inputs:
         self._host += [self.cu_seqlens, self.seq_lens, self.block_tables]
         self._numpy = [tensor.numpy() for tensor in self._host]
         self._device = self._host if device.type == "cpu" else [tensor.to(device) for tensor in self._host]
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, chunks: list[Chunk], block_size: int, *, pad_to: tuple[int, int] | None) -> Rows:
         """Write a step into the buffers; returns views of its rows and sequences.
 
         pad_to  rows and sequences to fill up to; what is added is not kept and sees nothing
         """
+        if self._copied is not None:
+            self._copied.synchronize()  # a step that sampled nothing was not waited for: its copies may still be queued
         token_ids, positions, slots, adapter_ids, cu_seqlens, seq_lens, block_tables = self._numpy
         row, any_adapter = 0, False
         for number, chunk in enumerate(chunks):
@@ -253,6 +256,7 @@ class _Inputs:
         if self._device is not self._host:
             for host, device in zip(self._host, self._device, strict=True):
                 device.copy_(host, non_blocking=True)
+            self._copied.record()
         return self._views(row, num_seqs, any_adapter)
 
     def _views(self, num_rows: int, num_seqs: int, any_adapter: bool) -> Rows:

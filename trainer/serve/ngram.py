@@ -21,7 +21,14 @@ def propose(token_ids: list[int], num_tokens: int) -> list[int]:
         end = len(data) - size
         while (at := data.rfind(pattern, 0, end)) >= 0:
             if at % size == 0:
-                begin = at // size + length
-                return token_ids[begin : begin + num_tokens]
+                return _copied(token_ids, at // size + length, num_tokens)
             end = at + len(pattern) - 1
     return []
+
+
+def _copied(token_ids: list[int], begin: int, num_tokens: int) -> list[int]:
+    """Tokens from `begin` on; where they end the copy runs on into itself, as a repetition does."""
+    drafts: list[int] = []
+    for at in range(begin, begin + num_tokens):
+        drafts.append(token_ids[at] if at < len(token_ids) else drafts[at - len(token_ids)])
+    return drafts

@@ -10,7 +10,6 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.compose import read_run_config
 from trainer.config import Codebook, DType, ModelConfig, ModelSource, QuantConfig, UserError, require
+from trainer.export.adapter import read_identity
 from trainer.linear import weights_sha256
 from trainer.model import load_model, prepare_model
 from trainer.serve.config import ServeConfig
@@ -78,7 +78,7 @@ def _open_adapter(folder: Path, config: ServeConfig) -> OpenedModel:
     require(
         bool(base), f"{folder}/adapter_config.json names no base model; serve the base and load the adapter over it"
     )
-    identity = _identity(folder)
+    identity = read_identity(folder)
     quant = _quantization(config.quantization)
     if config.quantization is None and identity:
         quantizer = identity["quantizer"]
@@ -97,13 +97,15 @@ def _open_base(
 ) -> OpenedModel:
     if adapter is not None and model_config.dtype is DType.auto:
         # What was auto when the adapter was trained: embeddings and norms in another dtype are another base.
-        model_config.dtype = DType(_identity(adapter).get("dtype", "auto"))
+        model_config.dtype = DType(read_identity(adapter).get("dtype", "auto"))
     module, tokenizer = load_model(model_config)
     if quant is not None:
         prepare_model(module, quant)
     sha256 = weights_sha256(module)
     if torch.cuda.is_available():
-        module.to(torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)  # Triton launches on the current device, wherever the tensors are
+        module.to(device)
     name = config.served_model_name or _name(model_config)
     if adapter is None:
         return OpenedModel(module, tokenizer, name, {}, base_sha256=sha256)
@@ -115,12 +117,6 @@ def _open_base(
 def opened_module(module: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "live") -> OpenedModel:
     """A model in memory, served as it is; see adapters.factors_from_module for the adapter on it."""
     return OpenedModel(module, tokenizer, name, {}, base_sha256=weights_sha256(module))
-
-
-def _identity(adapter: Path) -> dict[str, Any]:
-    """What lowbit.json says of the base; nothing where the adapter was trained by others."""
-    path = adapter / "lowbit.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _model_config(model: str, path: Path, config: ServeConfig) -> ModelConfig:

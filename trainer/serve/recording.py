@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.kernels import _cpp
 from trainer.kernels._tape import Pool, Tape
+from trainer.kernels.packed_linear import CPP_DTYPES
 
 
 class OnTape:
@@ -71,10 +72,11 @@ class Recordings:
         self._recorded: dict[Hashable, OnTape | OnGraph] = {}
 
     @classmethod
-    def on(cls, device: torch.device) -> "Recordings | None":
-        """Recordings for a device; None where forwards run op by op."""
-        can = device.type == "cuda" or (device.type == "cpu" and _cpp.choose("runtime", "cpu") == "cpu")
-        return cls(device) if can else None
+    def on(cls, device: torch.device, dtype: torch.dtype) -> "Recordings | None":
+        """Recordings for a device and compute dtype; None where the references run, which cannot be recorded."""
+        if device.type == "cuda":
+            return cls(device) if _cpp.choose("paged_attention", "cuda") == "triton" else None
+        return cls(device) if dtype in CPP_DTYPES and _cpp.choose("runtime", "cpu") == "cpu" else None
 
     def shape(self, num_rows: int, num_seqs: int) -> tuple[int, int] | None:
         """Rows and sequences to pad a step to; None if it is not to be recorded."""

@@ -112,13 +112,13 @@ class Scheduler:
         return sequence
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, whatever state it is in, and free its blocks."""
+        """Take a sequence out, whatever state it is in, also where Ctrl-C left it, and free its blocks."""
         if sequence.status is Status.running:
-            self.running.remove(sequence)
             # accepted drafts behind a stop were computed, but are no tokens of the sequence
             self.blocks.register(sequence, min(sequence.num_computed_tokens, sequence.num_tokens))
-        elif sequence.status is not Status.finished:
-            self.waiting.remove(sequence)
+        for line in (self.running, self.waiting):
+            if sequence in line:
+                line.remove(sequence)
         sequence.status = Status.finished
         self.blocks.free(sequence)
 

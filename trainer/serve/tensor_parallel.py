@@ -7,6 +7,7 @@ Started by torchrun: `torchrun --standalone --nproc_per_node=2 -m trainer.serve 
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from torch import Tensor
 
 from trainer.config import UserError, require
 from trainer.kernels.nf4 import NF4Weight
+
+IDLE_LIMIT = timedelta(days=365)
+"""The others wait in a collective for rank 0's next step; torch's 30 minutes would end an idle server. A process that
+dies is noticed at once, by its closed connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,8 @@ class TensorParallel:
             f"--nproc_per_node={size} -m trainer.serve ...",
         )
         if not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=IDLE_LIMIT)
         return cls(dist.get_rank(), size)
 
     def check(self, sizes: dict[str, int]) -> None:
