@@ -52,7 +52,8 @@ class LoraTable:
         ends = [sum(part_out_features[: i + 1]) for i in range(len(part_out_features))]
         self.offsets = torch.tensor([0, *ends], device=device)  # int64
         self.pointers = torch.zeros(num_slots, self.num_parts, 3, dtype=torch.int64, device=device)
-        self.pairs = dtype == torch.bfloat16 and _implementation(self.device, dtype) == "cpu"
+        self.implementation = _implementation(self.device, dtype)  # decides the layout of B, so it stays
+        self.pairs = dtype == torch.bfloat16 and self.implementation == "cpu"
         empty = torch.empty(0, dtype=dtype, device=device)
         self.factors = [empty] * (num_slots * self.num_parts * 2)  # A, B of each part of each slot
 
@@ -223,8 +224,9 @@ def _lora_rows_(
     y: Tensor, x: Tensor, adapter_ids: Tensor, pointers: Tensor, factors: list[Tensor], offsets: Tensor
 ) -> None:
     """`pointers` holds the addresses of `factors`, which the reference reads instead."""
+    in_pairs = any(factor.dim() == 3 for factor in factors)
     match _implementation(x.device, x.dtype):
-        case "cpu":
+        case "cpu" if in_pairs or x.dtype == torch.float32:
             lora_rows_cpu(y, x, adapter_ids, pointers, offsets)
         case "triton" if x.numel():
             lora_rows_triton(y, x, adapter_ids, pointers, offsets)
@@ -249,7 +251,7 @@ def lora_rows_(y: Tensor, x: Tensor, adapter_ids: Tensor, table: LoraTable) -> N
     raises       ValueError if a shape or dtype does not fit
     """
     _check(y, x, adapter_ids, table)
-    if table.dtype in CPP_DTYPES and _cpp.choose("lora_rows", x.device.type) == "cpu":
+    if table.implementation == "cpu":
         return lora_rows_cpu(y, x, adapter_ids, table.pointers, table.offsets)
     return _lora_rows_(y, x, adapter_ids, table.pointers, table.factors, table.offsets)
 

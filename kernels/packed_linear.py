@@ -130,6 +130,8 @@ def _check_parts(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
         raise TypeError(f"dtype is {dtype}; use one of {', '.join(map(str, DTYPES))}")
     if not shapes or any(len(shape) != 2 for shape in shapes) or len({shape[1] for shape in shapes}) != 1:
         raise ValueError(f"weights of shapes {shapes} do not stack; each must be [out_features, same in_features]")
+    if shapes[0][1] == 0:
+        raise ValueError(f"weights of shapes {shapes} have no input features; give at least 1")
 
 
 def _dense(original: NF4Weight | Tensor, dtype: torch.dtype) -> Tensor:

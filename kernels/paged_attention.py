@@ -527,7 +527,7 @@ def _paged_attention_kernel(
             if INT8:
                 scores *= tl.load(k_scale_ptr + head_slot)[None, :]
             # 0 <= position - n < sliding_window as one unsigned comparison
-            seen = (position[:, None] - n[None, :]).to(tl.uint32, bitcast=True) < sliding_window.to(tl.uint32)
+            seen = (position[:, None] - n[None, :]).to(tl.uint32, bitcast=True) < tl.cast(sliding_window, tl.uint32)
             scores = tl.where(seen, scores * 1.44269504, float("-inf"))  # log2(e): the softmax runs on powers of 2
             new_peak = tl.maximum(peak, tl.max(scores, axis=1))
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf - -inf would be nan

@@ -5,9 +5,16 @@
 // hundreds of kernels of a step (two cores with one busy neighbour: 25 tokens/s instead of 600). Here work is cut into
 // chunks that whoever is there takes, the caller first of all, and nobody waits for a thread that has taken none.
 
+#include <pthread.h>
 #include <sched.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
+#include <climits>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -20,14 +27,48 @@ using Task = void (*)(void* context, int64_t chunk);
 constexpr int kMaxThreads = 256;
 constexpr int kWorkerSpins = 2000;  // some 30 us, several kernels long: a worker stays awake within a step
 constexpr int kCallerSpins = 2000;
+constexpr int kSpinsPerYield = 64;
 
 inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    asm volatile("yield");
+    asm volatile("isb");  // some 10 ns; "yield" takes none on most cores
 #endif
 }
+
+// Where workers sleep. The word is twice the number of the last job, plus 1 if a worker may sleep: the caller makes a
+// system call only then, and once. Not a condition variable: glibc's notify_all waits for those that an earlier one woke
+// (a mutex has the same fault), so that a worker without a core would hold up the caller.
+class Bell {
+  public:
+    void ring(uint32_t job) {
+        if (word_.exchange(2 * job) & 1) wake();
+    }
+    // Returns when a job after this one has come, or earlier.
+    void sleep(uint32_t job) {
+        uint32_t word = 2 * job;
+        if (word_.compare_exchange_strong(word, 2 * job + 1) || word == 2 * job + 1) wait(2 * job + 1);
+    }
+
+  private:
+#if defined(__linux__)
+    void wait(uint32_t word) { syscall(SYS_futex, &word_, FUTEX_WAIT_PRIVATE, word, nullptr, nullptr, 0); }
+    void wake() { syscall(SYS_futex, &word_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+    void wait(uint32_t word) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        rung_.wait(lock, [&] { return word_.load() != word; });
+    }
+    void wake() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        rung_.notify_all();
+    }
+    std::mutex mutex_;
+    std::condition_variable rung_;
+#endif
+    std::atomic<uint32_t> word_{0};
+};
 
 // One job at a time. `ticket_` holds the job's number and how many of its chunks nobody has taken: a compare-and-swap on
 // both at once means that a late worker cannot take a chunk of a job that it has not read.
@@ -42,14 +83,12 @@ class Pool {
         start_workers(threads - 1);
         task_.store(task, std::memory_order_relaxed);
         context_.store(context, std::memory_order_relaxed);
+        num_chunks_.store(num_chunks, std::memory_order_relaxed);
         threads_.store(threads, std::memory_order_relaxed);
         pending_.store(num_chunks, std::memory_order_relaxed);
         const uint64_t job = ++last_job_;
-        ticket_.store(job << 32 | static_cast<uint32_t>(num_chunks));
-        if (sleepers_.load() > 0) {
-            std::lock_guard<std::mutex> lock(sleep_);
-            awake_.notify_all();
-        }
+        ticket_.store(job << 32 | static_cast<uint32_t>(num_chunks), std::memory_order_release);
+        bell_.ring(static_cast<uint32_t>(job));
         work(job);
         for (int spins = 0; pending_.load(std::memory_order_acquire) > 0; spins++) {
             if (spins < kCallerSpins) relax();
@@ -67,10 +106,11 @@ class Pool {
     void work(uint64_t job) {
         const Task task = task_.load(std::memory_order_relaxed);
         void* context = context_.load(std::memory_order_relaxed);
+        const int64_t num_chunks = num_chunks_.load(std::memory_order_relaxed);
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         while ((ticket >> 32) == (job & 0xffffffff) && static_cast<uint32_t>(ticket) > 0) {
             if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
-            task(context, static_cast<uint32_t>(ticket) - 1);
+            task(context, num_chunks - static_cast<uint32_t>(ticket));  // in ascending order
             pending_.fetch_sub(1, std::memory_order_release);
             ticket = ticket_.load(std::memory_order_acquire);
         }
@@ -83,37 +123,38 @@ class Pool {
                 work(ticket >> 32);
                 spins = 0;
             } else if (spins < kWorkerSpins) {
-                relax();
+                if (spins % kSpinsPerYield == kSpinsPerYield - 1) sched_yield();  // to the caller, if this is its core
+                else relax();
             } else {
-                std::unique_lock<std::mutex> lock(sleep_);
-                sleepers_.fetch_add(1);
-                awake_.wait(lock, [&] { return ticket_.load() != ticket; });
-                sleepers_.fetch_sub(1);
+                bell_.sleep(static_cast<uint32_t>(ticket >> 32));
                 spins = 0;
             }
         }
     }
 
-    std::mutex caller_, sleep_;
-    std::condition_variable awake_;
-    std::atomic<uint64_t> ticket_{0};
-    std::atomic<int64_t> pending_{0}, threads_{0};
-    std::atomic<int> sleepers_{0};
+    std::mutex caller_;
+    Bell bell_;
+    alignas(64) std::atomic<uint64_t> ticket_{0};  // awake workers read it all the time
+    alignas(64) std::atomic<int64_t> pending_{0};  // each finished chunk writes it
+    std::atomic<int64_t> num_chunks_{0}, threads_{0};
     std::atomic<Task> task_{nullptr};
     std::atomic<void*> context_{nullptr};
     uint64_t last_job_ = 0;
-    int64_t num_workers_ = 0;  // a forked child has none of them, and does all chunks itself
+    int64_t num_workers_ = 0;
 };
 
-Pool& pool() {
-    static Pool* pool = new Pool;  // never destroyed: workers use it until the process ends
-    return *pool;
-}
+Pool* pool = nullptr;  // never destroyed: workers use it until the process ends
+
+// A forked child has none of the workers, and its copy of the pool may be locked or in the middle of a job.
+[[maybe_unused]] const int renewed = [] {
+    pool = new Pool;
+    return pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+}();
 
 }  // namespace
 
 extern "C" void run_parallel(Task task, void* context, int64_t num_chunks, int64_t threads) {
-    pool().run(task, context, num_chunks, threads);
+    pool->run(task, context, num_chunks, threads);
 }
 
 // calls: num_calls pairs of (kernel, its arguments); see kernels/_tape.py.
