@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import require
 from trainer.serve.config import ServeConfig
-from trainer.serve.http.interface import EngineDead, QueueFull
 from trainer.serve.http.server import Server, create_app
 from trainer.serve.http.vocabulary import Vocabulary
+from trainer.serve.interface import EngineDead, QueueFull
 from trainer.serve.metrics import Metrics
 from trainer.serve.outputs import Choice, Delta, FinishReason, RequestOutput, TokenLogprob
 from trainer.serve.sampling_params import SamplingParams

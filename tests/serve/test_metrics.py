@@ -84,7 +84,7 @@ def test_names_are_vllms_and_there_from_the_start(name):
 def test_two_engines_in_a_process_do_not_mix():
     one, other = Metrics("a"), Metrics("b")
     one.rejected()
-    one.spec(drafted=4, accepted=3)
+    one.counts({"accepted": 3})
     assert values(one)["vllm:admission_rejections_total"] == 1
     assert values(one)["vllm:spec_decode_num_accepted_tokens_total"] == 3
     assert values(other)["vllm:admission_rejections_total"] == 0

@@ -33,8 +33,8 @@ from trainer.config import UserError
 from trainer.serve.async_engine import AsyncEngine
 from trainer.serve.build import build_engine
 from trainer.serve.config import ServeConfig
-from trainer.serve.http.interface import EngineDead
 from trainer.serve.http.server import Server, create_app
+from trainer.serve.interface import EngineDead
 from trainer.serve.open_model import open_model
 from trainer.serve.sampling_params import SamplingParams
 

@@ -112,9 +112,7 @@ def test_drafts_with_the_last_chunk_of_a_prompt() -> None:
     steps = spy(harness)
     harness.add("abababab", max_tokens=8, **LONG)
     harness.drain()
-    assert [len(item.draft_token_ids) for item in steps[1].scheduled] == [
-        4
-    ]  # "abab" again and again
+    assert [len(item.draft_token_ids) for item in steps[1].scheduled] == [4]  # "abab" again and again
 
 
 # ---- order

@@ -17,7 +17,7 @@ from trainer.config import UserError, require
 from trainer.serve.adapters import Adapter
 from trainer.serve.build import Built
 from trainer.serve.engine import Event, request_output
-from trainer.serve.http.interface import EngineDead, QueueFull
+from trainer.serve.interface import EngineDead, QueueFull
 from trainer.serve.live_state import LiveState
 from trainer.serve.outputs import Choice, Delta, FinishReason, RequestOutput, TokenLogprob
 from trainer.serve.sampling_params import SamplingParams
@@ -90,7 +90,7 @@ class RequestStream:
 
 
 class AsyncEngine:
-    """See trainer/serve/http/interface.py for what each method promises."""
+    """See trainer/serve/interface.py for what each method promises."""
 
     def __init__(self, built: Built) -> None:
         self._built, self._engine, self._registry = built, built.engine, built.adapters

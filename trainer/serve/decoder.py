@@ -44,7 +44,6 @@ class DecoderConfig:
     head_dim: int
     intermediate_size: int
     eps: float
-    max_position: int
     sliding_windows: tuple[int | None, ...]
     dtype: torch.dtype
 
@@ -275,7 +274,6 @@ def _decoder_config(model: PreTrainedModel, parallel: TensorParallel) -> Decoder
         head_dim=layer.self_attn.head_dim,
         intermediate_size=config.intermediate_size // parallel.size,
         eps=config.rms_norm_eps,
-        max_position=config.max_position_embeddings,
         sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in types),
         dtype=model.model.norm.weight.dtype,
     )

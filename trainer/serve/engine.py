@@ -87,9 +87,6 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._numbers = itertools.count()
         self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
-        self.compute_s = 0.0
-        """Seconds spent inside the runner, of `step_s` in all."""
-        self.step_s = 0.0
         self.num_prompt_tokens = self.num_generated_tokens = 0
         self._ttfts_s: deque[float] = deque(maxlen=64)
 
@@ -202,15 +199,12 @@ class Engine:
             raise
 
     def _step(self) -> list[Event]:
-        begin = time.perf_counter()
         step = self.scheduler.schedule()
         now = self._clock()
         for item in step.scheduled:
             if item.sequence.request.first_scheduled_s is None:
                 item.sequence.request.first_scheduled_s = now
-        compute = time.perf_counter()
         outputs = self.runner.execute(step)
-        self.compute_s += time.perf_counter() - compute
         now = self._clock()
         events: list[Event] = []
         for item, output in zip(step.scheduled, outputs, strict=True):
@@ -219,7 +213,6 @@ class Engine:
             self.blocks.check(self.unfinished)
         self.metrics.step(step.num_tokens)
         self._measure()
-        self.step_s += time.perf_counter() - begin
         return events
 
     @property
@@ -250,7 +243,7 @@ class Engine:
 
     def _extend(self, sequence: Sequence, tokens: list[TokenLogprob], now: float) -> Event:
         """Append sampled tokens until one of them ends the answer."""
-        request, params = sequence.request, sequence.request.params
+        request = sequence.request
         if sequence.detokenizer is None:
             self._begin_answer(sequence)
         reason: FinishReason | None = None
@@ -268,8 +261,8 @@ class Engine:
         choice.token_ids += [token.token_id for token in taken]
         if choice.cumulative_logprob is not None:
             choice.cumulative_logprob += sum(token.logprob for token in taken)
-        if params.logprobs is not None:
-            choice.logprobs = (choice.logprobs or []) + taken
+        if choice.logprobs is not None:
+            choice.logprobs += taken
         if reason is not None:
             return self._finish(sequence, reason, stop, taken)
         return Event(request, self._delta(sequence, taken))
@@ -279,6 +272,8 @@ class Engine:
         sequence.detokenizer = Detokenizer(self.tokenizer, request.prompt_token_ids, params)
         if params.logprobs is not None or params.best_of > params.n:
             sequence.choice.cumulative_logprob = 0.0
+        if params.logprobs is not None:
+            sequence.choice.logprobs = []
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, str | int | None]:
         """Whether the token that was just appended ends the answer: EOS, stop ids, stop strings, then the length."""

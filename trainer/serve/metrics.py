@@ -134,11 +134,6 @@ class Metrics:
                 self._totals[field].inc(grown)
                 self._seen[field] = value
 
-    def spec(self, drafted: int, accepted: int) -> None:
-        """Prompt lookup proposed `drafted` tokens, of which the model confirmed `accepted`."""
-        self._totals["drafted"].inc(drafted)
-        self._totals["accepted"].inc(accepted)
-
     # ---- what changes rarely
 
     def cache_config(self, **settings: object) -> None:

@@ -68,4 +68,3 @@ class RequestOutput:
     choices: list[Choice]
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
-    prompt: str | None = None

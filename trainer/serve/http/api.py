@@ -17,7 +17,6 @@ from trainer.serve.http.chat_completions import chat
 from trainer.serve.http.completions import complete
 from trainer.serve.http.errors import ERROR_RESPONSES, ApiError, install_error_handlers
 from trainer.serve.http.guard import ApiKeyGuard, wanted_key
-from trainer.serve.http.interface import Engine
 from trainer.serve.http.prompts import BARE_BASE, beside_the_loop, check_ids, encode_text, route_model
 from trainer.serve.http.protocol import (
     ChatRequest,
@@ -30,6 +29,7 @@ from trainer.serve.http.protocol import (
 )
 from trainer.serve.http.scoring import loglikelihood
 from trainer.serve.http.vocabulary import Vocabulary
+from trainer.serve.interface import Engine
 from trainer.serve.metrics import CONTENT_TYPE
 
 PAGE_DIR = Path(__file__).parent / "page"

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from trainer.config import UserError
 from trainer.serve.http.errors import ApiError, api_error
-from trainer.serve.http.interface import Engine, EngineDead, QueueFull, RequestStream
+from trainer.serve.interface import Engine, EngineDead, QueueFull, RequestStream
 from trainer.serve.outputs import Delta, FinishReason, RequestOutput
 from trainer.serve.sampling_params import SamplingParams
 

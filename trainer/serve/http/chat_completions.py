@@ -9,12 +9,12 @@ from fastapi.responses import JSONResponse
 
 from trainer.serve.http.calls import Call, EventStream, finish_text, unfinished, usage
 from trainer.serve.http.chat import num_chars, render_chat
-from trainer.serve.http.interface import Engine
 from trainer.serve.http.logprobs import chat_logprobs, prompt_logprobs
 from trainer.serve.http.prompts import beside_the_loop, route_model
 from trainer.serve.http.protocol import ChatRequest
 from trainer.serve.http.tools import BEGIN, ToolCallParser, writes_tool_calls
 from trainer.serve.http.vocabulary import Vocabulary
+from trainer.serve.interface import Engine
 from trainer.serve.outputs import Choice, Delta, FinishReason, RequestOutput
 
 

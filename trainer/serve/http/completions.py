@@ -13,11 +13,11 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from trainer.serve.http.calls import Call, EventStream, finish_text, unfinished, usage
-from trainer.serve.http.interface import Engine
 from trainer.serve.http.logprobs import CompletionLogprobs, prompt_logprobs
 from trainer.serve.http.prompts import Prompt, encode_prompts, prompt_text, route_model
 from trainer.serve.http.protocol import CompletionRequest
 from trainer.serve.http.vocabulary import Vocabulary
+from trainer.serve.interface import Engine
 from trainer.serve.outputs import Choice, Delta, RequestOutput, TokenLogprob
 
 

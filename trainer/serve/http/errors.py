@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from trainer.config import UserError
-from trainer.serve.http.interface import EngineDead, QueueFull
+from trainer.serve.interface import EngineDead, QueueFull
 
 MAX_SHOWN = 120
 """Characters of a wrong value that an error quotes."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import UserError
 from trainer.serve.http.errors import ApiError
-from trainer.serve.http.interface import Engine
+from trainer.serve.interface import Engine
 
 INLINE_CHARS = 20_000
 """Texts up to this length are tokenized on the event loop (about 5 ms); longer ones in a thread beside it."""

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import UserError, require
 from trainer.serve.http.calls import Call, usage
-from trainer.serve.http.interface import Engine
 from trainer.serve.http.logprobs import json_logprob
 from trainer.serve.http.prompts import beside_the_loop, check_ids, encode_text, route_model
 from trainer.serve.http.protocol import LoglikelihoodItem, LoglikelihoodRequest
+from trainer.serve.interface import Engine
 from trainer.serve.outputs import TokenLogprob
 from trainer.serve.sampling_params import SamplingParams
 

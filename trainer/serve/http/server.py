@@ -21,7 +21,7 @@ from trainer.config import UserError
 from trainer.serve.config import ServeConfig
 from trainer.serve.http.api import create_app
 from trainer.serve.http.guard import KEY_VARIABLE, wanted_key
-from trainer.serve.http.interface import Engine
+from trainer.serve.interface import Engine
 
 log = logging.getLogger(__name__)
 
