@@ -137,12 +137,12 @@ def test_threads(model, serve, prompts, alone, greedy_params):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_the_mode_is_what_keeps_the_bits(random_model, serve, greedy_params, quantization, batch_invariant):
+def test_the_mode_is_what_keeps_the_bits(random_model, serve, greedy_params, packed, batch_invariant):
     """A prompt of 150 tokens in one piece and in pieces of 16: with the mode off the pieces meet other products."""
-    model, prompt = random_model("qwen3", head_dim=32), [3 + i % 90 for i in range(150)]
-    settings = {"quantization": quantization, "batch_invariant": batch_invariant, "max_num_seqs": 8}
+    model, prompt = random_model("qwen3", head_dim=32, packed=packed), [3 + i % 90 for i in range(150)]
+    settings = {"batch_invariant": batch_invariant, "max_num_seqs": 8}
     pieces, whole = (
         run(serve(model, max_num_batched_tokens=budget, **settings), [prompt], greedy_params(NEW_TOKENS))
         for budget in (16, 512)

@@ -188,7 +188,7 @@ def reference_kept(logits: Tensor, params: SamplingParams) -> set[int]:
     for token_id, weight in zip(order, weights, strict=True):
         kept.add(token_id)
         reached += weight
-        if reached >= params.top_p * sum(weights):
+        if params.top_p < 1 and reached >= params.top_p * sum(weights):  # 1 keeps what is too small to add, too
             break
     return kept
 
