@@ -159,6 +159,15 @@ def call(function: ctypes._CFuncPtr, *arguments: Tensor | int | float | None) ->
 
     Tensors travel as pointers: the caller has checked device, dtype, shape and strides.
     """
+    _call(function, arguments, torch.get_num_threads())
+
+
+def call_beside_torch(function: ctypes._CFuncPtr, *arguments: Tensor | int | float | None) -> None:
+    """`call` on torch's own threads: for kernels between torch's products, see cpp/runtime.cpp."""
+    _call(function, arguments, -torch.get_num_threads())
+
+
+def _call(function: ctypes._CFuncPtr, arguments: tuple[Tensor | int | float | None, ...], threads: int) -> None:
     # A call of ten arguments takes 2.5 us, a third of it in this list.
     values = [
         argument if (kind := type(argument)) is int
@@ -167,7 +176,7 @@ def call(function: ctypes._CFuncPtr, *arguments: Tensor | int | float | None) ->
         else argument.data_ptr()
         for argument in arguments
     ]  # fmt: skip
-    packed = struct.pack(f"{len(values) + 1}q", *values, torch.get_num_threads())
+    packed = struct.pack(f"{len(values) + 1}q", *values, threads)
     function(packed)  # ctypes passes the address of the bytes
     tape = _state.tape
     if tape is not None:

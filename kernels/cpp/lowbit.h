@@ -2,7 +2,8 @@
 //
 // Every serving kernel is `extern "C" void name(const int64_t* args)`. One signature for all of them lets Python record
 // calls on a tape and replay a whole forward in one call (kernels/_tape.py). Pointers and integers travel as they are,
-// floats as the bits of a double; the last argument is always the number of threads.
+// floats as the bits of a double; the last argument is always the number of threads, negative for torch's own threads
+// instead of our pool's (runtime.cpp says which is for whom).
 
 #pragma once
 
@@ -16,11 +17,13 @@ namespace lowbit {
 using Task = void (*)(void* context, int64_t chunk);
 inline void (*run_parallel)(Task, void*, int64_t, int64_t) = nullptr;  // runtime.cpp's; Python hands it over at load
 
+inline int64_t thread_count(int64_t threads) { return threads < 0 ? -threads : threads; }
+
 // body(begin, end) over parts of 0..num_items, `parts_per_thread` for each thread: more parts even out what differs in
-// length or is interrupted, fewer cost less. The parts must not share what they write.
+// length or is interrupted, fewer cost less. The parts must not share what they write. `threads` as it came from Python.
 template <typename Body>
 void parallel_for(int64_t num_items, int64_t threads, Body&& body, int64_t parts_per_thread = 4) {
-    if (threads <= 1 || num_items <= 1 || !run_parallel) {
+    if (thread_count(threads) <= 1 || num_items <= 1 || !run_parallel) {
         if (num_items > 0) body(int64_t{0}, num_items);
         return;
     }
@@ -28,7 +31,7 @@ void parallel_for(int64_t num_items, int64_t threads, Body&& body, int64_t parts
     struct Context {
         Plain* body;
         int64_t num_items, num_parts;
-    } context{&body, num_items, std::min(num_items, threads * parts_per_thread)};
+    } context{&body, num_items, std::min(num_items, thread_count(threads) * parts_per_thread)};
     const Task task = [](void* opaque, int64_t part) {
         const Context& c = *static_cast<Context*>(opaque);
         (*c.body)(c.num_items * part / c.num_parts, c.num_items * (part + 1) / c.num_parts);

@@ -1,9 +1,12 @@
-// What runs the serving kernels: a pool of threads that shares one kernel's work, and the replay of recorded calls.
+// What runs the kernels: a pool of threads that shares one kernel's work, and the replay of recorded calls.
 //
-// Why not OpenMP: its regions end when every thread has arrived. A server's threads share their cores with an event loop,
+// Why not OpenMP for a server: its regions end when every thread has arrived. A server's threads share their cores with an event loop,
 // clients and other processes; whenever a thread loses its core for a moment, the others wait for it at each of the
 // hundreds of kernels of a step (two cores with one busy neighbour: 25 tokens/s instead of 600). Here work is cut into
 // chunks that whoever is there takes, the caller first of all, and nobody waits for a thread that has taken none.
+//
+// Training alternates our kernels with torch's matrix products, whose OpenMP threads spin for some milliseconds after
+// each: a second pool would fight them for the cores. Its kernels ask for those threads by a negative number.
 
 #include <pthread.h>
 #include <sched.h>
@@ -154,6 +157,11 @@ Pool* pool = nullptr;  // never destroyed: workers use it until the process ends
 }  // namespace
 
 extern "C" void run_parallel(Task task, void* context, int64_t num_chunks, int64_t threads) {
+    if (threads < 0) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(-threads)
+        for (int64_t chunk = 0; chunk < num_chunks; chunk++) task(context, chunk);
+        return;
+    }
     pool->run(task, context, num_chunks, threads);
 }
 
