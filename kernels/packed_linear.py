@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trainer.kernels import _cpp, _tape
+from trainer.kernels import _cpp, _huge_pages, _tape
 from trainer.kernels.nf4 import NF4_CODEBOOK, NF4Weight, nf4_dequantize, nf4_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -119,6 +119,20 @@ def pack_nf4_linear(weights: Sequence[NF4Weight], *, dtype: torch.dtype) -> Line
     codes = torch.cat([_pack_codes(weight) for weight in weights])
     absmax = torch.cat([_spread_absmax(weight, group) for weight in weights])
     return LinearWeight("nf4", dtype, out_features, in_features, weight=codes, absmax=absmax, group=group)
+
+
+def place_linears(weights: Sequence[LinearWeight]) -> None:
+    """Move packed CPU weights, in place, side by side into large pages, in the order in which a forward reads them.
+
+    Dense weights stay: they are often shared with the module they come from. Each weight is freed as it is moved, so
+    the most that is held is all of them and the largest one more.
+    """
+    packed = [weight for weight in weights if weight.absmax is not None and weight.device.type == "cpu"]
+    shapes = [(t.shape, t.dtype) for weight in packed for t in (weight.weight, weight.absmax)]
+    places = iter(_huge_pages.side_by_side(shapes))
+    for weight in packed:
+        weight.weight = next(places).copy_(weight.weight)
+        weight.absmax = next(places).copy_(weight.absmax)
 
 
 def _uses_cpp(device: torch.device, dtype: torch.dtype) -> bool:

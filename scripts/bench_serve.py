@@ -7,6 +7,12 @@ them. decode_n: n sequences of 32 prompt tokens, 64 steps after the first token.
 generate_batch_16: 16 chat questions, 64 tokens each, prompts included. llama.cpp runs Q4_0 through llama-cpp-python
 (`pip install '.[bench]'`; it is compiled then); vLLM needs an environment of its own, whose interpreter is named with
 --vllm-python or LOWBIT_VLLM_PYTHON. A peer that is not installed is left out, and the table says so. Last line: JSON.
+
+Before anything is timed, our greedy tokens of four prompts are checked against transformers' forward of the same NF4
+module: each must be its best token, but for ties within the rounding of bfloat16. llama.cpp's tokens
+are not compared: Q4_0 is another rounding of the weights, so its model is another function.
+Figures are medians over all repeats with p20 and p80. "of limit" is the bytes that a token must read (codes, scales,
+the head or its 8-bit copy) times the rate, as a share of the bandwidth at which the same process reads 256 MB.
 """
 
 import argparse
@@ -23,6 +29,9 @@ from pathlib import Path
 
 PROMPT_LEN, NEW_TOKENS, PREFILL_LEN = 32, 64, 512
 KV_BYTES = 256 * 2**20
+REPEATS = 3
+Figure = float | list[float]
+"""One value, or one for each repeat of a contender's turn."""
 PEERS = {
     "llama_cpp": "llama.cpp Q4_0",
     "vllm": "vLLM CPU build, bfloat16",
@@ -85,16 +94,19 @@ def _take_turns(args: argparse.Namespace, turns: int) -> dict[str, list[dict]]:
 # ---- contenders: each returns work -> figure
 
 
-def _lowbit(args: argparse.Namespace, works: list[str]) -> dict[str, float]:
-    figures = {}
+def _lowbit(args: argparse.Namespace, works: list[str]) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    _check_tokens(args)
     llm = _llm(args)
     for work, num_seqs in (("decode_1", 1), ("decode_16", 16)):
         if work in works:
-            figures[work] = _decode_rate(llm, num_seqs)
+            figures[work] = _decode_rates(llm, num_seqs)
+            if num_seqs == 1:  # more sequences wait for products, not for memory
+                figures[f"{work}_of_limit"] = _share_of_bandwidth(llm, figures[work])
     if "prefill_512" in works:
-        figures["prefill_512"] = _prefill_rate(llm)
+        figures["prefill_512"] = _prefill_rates(llm)
     if "generate_batch_16" in works:
-        figures["generate_batch_16"] = _batch_rate(llm, args.model)
+        figures["generate_batch_16"] = _batch_rates(llm, args.model)
     if "python_share" in works:
         figures |= {f"python_share_{n}": _python_share(llm, n) for n in (1, 16)}
     if "kv_waste" in works:
@@ -127,10 +139,60 @@ def _add(llm, prompts: list[list[int]], num_tokens: int) -> None:
         llm.engine.add(llm.engine.request(prompt, params))
 
 
+def _check_tokens(args: argparse.Namespace) -> None:
+    """Our greedy tokens against transformers' forward of the same module, position by position.
+
+    raises  RuntimeError at a token whose logit lies further below transformers' best than rounding explains
+    """
+    import torch
+
+    from trainer import LLM, SamplingParams
+    from trainer.serve.config import ServeConfig
+    from trainer.serve.open_model import open_model
+
+    opened = open_model(ServeConfig(model=args.model, quantization="nf4"))
+    llm = LLM(opened.module, tokenizer=opened.tokenizer, max_model_len=256, kv_cache_memory_bytes=KV_BYTES)
+    prompts = _questions(args.model)[:4]
+    answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+    same = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = answer.choices[0].token_ids
+        with torch.inference_mode():
+            logits = opened.module(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        best, chosen = logits.amax(-1), logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        # Logits of 16 to 32 are multiples of 1/8 in bfloat16, as much again comes from hidden states: 2^-6 is 2-4 ulp.
+        if ((best - chosen) > 2**-6 * best.abs()).any():
+            raise RuntimeError(f"served tokens {tokens} are not transformers' {logits.argmax(-1).tolist()}")
+        same += int((best == chosen).sum())
+    if same < 0.9 * 4 * 32:
+        raise RuntimeError(f"{same} of {4 * 32} served tokens have transformers' best logit; more are no near-ties")
+
+
+def _share_of_bandwidth(llm, rates: list[float]) -> float:
+    """Bytes that a token must read, times tokens a second, over the bandwidth of reading 256 MB in this process."""
+    import torch
+
+    from trainer.kernels import _huge_pages
+
+    decoder = llm.engine.runner.decoder
+    step_bytes = sum(linear.weight.nbytes for layer in decoder.layers for linear in layer.linears)
+    step_bytes += (decoder.greedy_head or decoder.head).nbytes
+    memory, seconds = _huge_pages.empty((64 << 20,), torch.float32).fill_(1), []
+    for _ in range(7):
+        began = time.perf_counter()
+        memory.sum()
+        seconds.append(time.perf_counter() - began)
+    return step_bytes * statistics.median(rates) / (memory.nbytes / statistics.median(seconds))
+
+
 def _decode_rate(llm, num_seqs: int) -> float:
+    return statistics.median(_decode_rates(llm, num_seqs))
+
+
+def _decode_rates(llm, num_seqs: int) -> list[float]:
     """Tokens a second of steps in which every sequence gets one."""
     rates = []
-    for _ in range(2):  # the first run records the forward
+    for _ in range(1 + REPEATS):  # the first run records the forward
         _add(llm, _prompts(num_seqs, PROMPT_LEN), NEW_TOKENS + 1)
         while any(s.num_output_tokens == 0 for s in llm.engine.unfinished):
             llm.engine.step()
@@ -138,34 +200,38 @@ def _decode_rate(llm, num_seqs: int) -> float:
         while llm.engine.has_work:
             llm.engine.step()
         rates.append(num_seqs * NEW_TOKENS / (time.perf_counter() - began))
-    return rates[-1]
+    return rates[1:]
 
 
 def _prefill_rate(llm) -> float:
+    return statistics.median(_prefill_rates(llm))
+
+
+def _prefill_rates(llm) -> list[float]:
     rates = []
-    for _ in range(3):
+    for _ in range(1 + REPEATS):
         _add(llm, _prompts(1, PREFILL_LEN), 1)
         began = time.perf_counter()
         while llm.engine.has_work:
             llm.engine.step()
         rates.append(PREFILL_LEN / (time.perf_counter() - began))
-    return max(rates)
+    return rates[1:]
 
 
-def _batch_rate(llm, model: str) -> float:
+def _batch_rates(llm, model: str) -> list[float]:
     prompts = _questions(model)
     rates = []
-    for _ in range(2):
+    for _ in range(1 + REPEATS):
         began = time.perf_counter()
         _add(llm, prompts, NEW_TOKENS)
         while llm.engine.has_work:
             llm.engine.step()
         rates.append(len(prompts) * NEW_TOKENS / (time.perf_counter() - began))
-    return rates[-1]
+    return rates[1:]
 
 
 def _python_share(llm, num_seqs: int) -> float:
-    """Share of a decode step that is spent outside compiled code: 1 - (replay, head, argmax) / step."""
+    """Share of a decode step that is spent outside compiled code: 1 - (replay, head or greedy head, argmax) / step."""
     import trainer.serve.sampler as sampler
     from trainer.kernels._tape import Tape
     from trainer.serve.decoder import Decoder
@@ -183,7 +249,7 @@ def _python_share(llm, num_seqs: int) -> float:
         return run
 
     _decode_rate(llm, num_seqs)
-    patches = [(Tape, "replay"), (Decoder, "logits"), (sampler, "_argmax")]
+    patches = [(Tape, "replay"), (Decoder, "logits"), (Decoder, "likeliest"), (sampler, "_argmax")]
     originals = [getattr(owner, name) for owner, name in patches]
     for (owner, name), function in zip(patches, originals, strict=True):
         setattr(owner, name, timed(function))
@@ -278,7 +344,7 @@ def _drain(llm) -> None:
         llm.engine.step()
 
 
-def _llama_cpp(args: argparse.Namespace, works: list[str]) -> dict[str, float]:
+def _llama_cpp(args: argparse.Namespace, works: list[str]) -> dict[str, Figure]:
     import ctypes
 
     import llama_cpp as lc
@@ -324,17 +390,18 @@ def _llama_cpp(args: argparse.Namespace, works: list[str]) -> dict[str, float]:
             tokens = [greedy(ctx, row) for row in range(len(tokens))]
         return time.perf_counter() - began
 
-    figures: dict[str, float] = {}
+    figures: dict[str, Figure] = {}
     for work, num_seqs in (("decode_1", 1), ("decode_16", 16)):
         if work in works:
-            for _ in range(2):
+            figures[work] = []
+            for _ in range(REPEATS):
                 ctx, batch = context(num_seqs, 128), lc.llama_batch_init(2048, 0, num_seqs)
                 seconds = decode(ctx, batch, _prompts(num_seqs, PROMPT_LEN), NEW_TOKENS)
-                figures[work] = num_seqs * NEW_TOKENS / seconds
+                figures[work].append(num_seqs * NEW_TOKENS / seconds)
                 lc.llama_free(ctx)
     if "prefill_512" in works:
         rates = []
-        for _ in range(3):
+        for _ in range(REPEATS):
             ctx, batch = context(1, 1024), lc.llama_batch_init(2048, 0, 1)
             prompt = _prompts(1, PREFILL_LEN)[0]
             fill(batch, [(t, i, 0, i == PREFILL_LEN - 1) for i, t in enumerate(prompt)])
@@ -343,7 +410,7 @@ def _llama_cpp(args: argparse.Namespace, works: list[str]) -> dict[str, float]:
             greedy(ctx, PREFILL_LEN - 1)
             rates.append(PREFILL_LEN / (time.perf_counter() - began))
             lc.llama_free(ctx)
-        figures["prefill_512"] = max(rates)
+        figures["prefill_512"] = rates
     return figures
 
 
@@ -447,15 +514,21 @@ def _quantized_gguf(folder: Path) -> str | None:
 
 
 def _rows(results: dict[str, list[dict]], works: list[str]) -> list[dict]:
+    def values(name: str, work: str) -> list[float]:
+        found = [run[work] for run in results.get(name, []) if work in run]
+        return [value for figure in found for value in (figure if isinstance(figure, list) else [figure])]
+
     def median(name: str, work: str) -> float | None:
-        values = [run[work] for run in results.get(name, []) if work in run]
-        return statistics.median(values) if values else None
+        found = values(name, work)
+        return statistics.median(found) if found else None
 
     rows = []
     for work in (work for work in WORKS if work in works):
         for name, label in PEERS.items():
             if (peer := median(name, work)) is not None:
-                rows.append(_row(work, median("lowbit", work), peer, label, "tokens/s"))
+                row = _row(work, median("lowbit", work), peer, label, "tokens/s")
+                row["spread"], row["peer_spread"] = _spread(values("lowbit", work)), _spread(values(name, work))
+                rows.append(row | {"of_limit": median("lowbit", f"{work}_of_limit")})
     if "kv_waste" in works:
         rows.append(_row("kv_waste", median("lowbit", "kv_waste"), 0.04, "the bound of arXiv:2309.06180", "share"))
     if "prefix_ttft" in works:
@@ -481,6 +554,12 @@ def _rows(results: dict[str, list[dict]], works: list[str]) -> list[dict]:
     return rows
 
 
+def _spread(values: list[float]) -> list[float]:
+    """p20 and p80."""
+    ordered = sorted(values)
+    return [ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8)]
+
+
 def _row(work: str, ours: float, peer: float, peer_name: str, unit: str) -> dict:
     figures = {"work": work, "ours": ours, "peer": peer, "peer_name": peer_name, "unit": unit}
     return {**figures, "ratio": ours / peer, "of_limit": None}
@@ -490,10 +569,14 @@ def _print_table(rows: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("work", "ours", "peer", "unit", "ratio", "peer is")
+    def figure(value: float, spread: list[float] | None) -> str:
+        return f"{value:.4g}" + (f" ({spread[0]:.4g}-{spread[1]:.4g})" if spread else "")
+
+    table = Table("work", "ours (p20-p80)", "peer (p20-p80)", "unit", "ratio", "of limit", "peer is")
     for row in rows:
-        figures = (f"{row['ours']:.4g}", f"{row['peer']:.4g}", row["unit"], f"{row['ratio']:.2f}")
-        table.add_row(row["work"], *figures, row["peer_name"])
+        ours, peer = figure(row["ours"], row.get("spread")), figure(row["peer"], row.get("peer_spread"))
+        limit = "" if row["of_limit"] is None else f"{row['of_limit']:.0%}"
+        table.add_row(row["work"], ours, peer, row["unit"], f"{row['ratio']:.2f}", limit, row["peer_name"])
     Console(width=120).print(table)
 
 

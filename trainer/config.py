@@ -54,6 +54,7 @@ class OptimizerName(StrEnum):
 
 class Codebook(StrEnum):
     nf4 = "nf4"
+    fp4 = "fp4"
 
 
 class Tracker(StrEnum):
@@ -160,8 +161,10 @@ class TrainConfig:
     grad_accum_steps: int = 1
     """Micro-steps in one optimizer step. The loss is the mean over all their target tokens."""
     max_pass_tokens: int | None = None
-    """Most tokens, padding counted, that go through the model at once: a micro-step's rows are grouped by length into
-    passes, which changes memory and speed but not the gradient. null for 1024 on a CPU and 16384 on a GPU."""
+    """Most tokens that go through the model at once: a micro-step's rows are grouped by length into passes, which
+    changes memory and speed but not the gradient. null for 1024 on a CPU and 16384 on a GPU."""
+    decoded_mb: int = 0
+    """MiB for packed layers that are kept in the compute dtype too, from the first on, and not decoded twice a pass."""
     eval_every: int = 0
     """Steps between evaluations while training; 0 for before and after only."""
     eval_batch_size: int = 16
@@ -185,7 +188,7 @@ class TrainConfig:
                 getattr(self, name) is None or getattr(self, name) > 0,
                 f"train.{name}={getattr(self, name)}; give at least 1",
             )
-        for name in ("eval_every", "save_every", "max_grad_norm"):
+        for name in ("decoded_mb", "eval_every", "save_every", "max_grad_norm"):
             require(getattr(self, name) >= 0, f"train.{name}={getattr(self, name)}; give 0 or more")
 
 
@@ -230,7 +233,7 @@ class OptimConfig:
 @dataclass
 class QuantConfig:
     codebook: Codebook = Codebook.nf4
-    """The 16 values that a 4-bit code stands for: nf4 (arXiv:2305.14314, appendix E)."""
+    """The 16 values that a 4-bit code stands for: nf4 (arXiv:2305.14314, appendix E) or fp4 (bitsandbytes' floats)."""
     block_size: int = 64
     """Weights that share one absmax; a power of two in 32..4096."""
     double_quant: bool = True

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.kernels.nf4 import nf4_linear
+from trainer.kernels.frozen_weight import FrozenWeight
+from trainer.kernels.lora_linear import Adapter, lora_linear
 from trainer.quantizer import QuantizedTensor, Quantizer
 
 
@@ -42,17 +43,17 @@ class QuantLinear(nn.Module):
         """The packed codes, under the name by which PEFT looks for a quantized layer's device."""
         return self.packed
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = nf4_linear(
-            x,
-            self.packed,
-            self.absmax,
-            self.nested_absmax,
-            self.nested_offset,
-            out_features=self.out_features,
-            block_size=self.quantizer.block_size,
-        )
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+    @property
+    def frozen_weight(self) -> FrozenWeight:
+        """The weight as a projection of `lora_linear`; a view of the buffers."""
+        tensors = self.packed, self.absmax, self.nested_absmax, self.nested_offset
+        quantizer = self.quantizer
+        return FrozenWeight(quantizer.codebook, tensors, self.out_features, self.in_features, quantizer.block_size)
+
+    def forward(self, x: Tensor, adapter: Adapter | None = None) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y = lora_linear(x.reshape(-1, self.in_features), [self.frozen_weight], [adapter], bias=bias)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         quantizer = self.quantizer

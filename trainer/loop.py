@@ -57,7 +57,6 @@ class Training:
     optimizer: torch.optim.Optimizer
     dataset: Dataset
     plan: BatchPlan
-    pad_token_id: int
     max_pass_tokens: int
     """`train.max_pass_tokens`, resolved."""
     sinks: list[MetricSink]
@@ -143,7 +142,7 @@ def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, 
     accelerator = run.accelerator
     micro_rows = [[run.dataset[i] for i in ids] for ids in run.plan.micro_batches(step, accelerator.process_index)]
     passes = [rows for micro in micro_rows for rows in group_by_length(micro, run.max_pass_tokens)]
-    batches = [collate(rows, run.pad_token_id, device=accelerator.device) for rows in passes]
+    batches = [collate(rows, device=accelerator.device) for rows in passes]
     counts = [sum(len(row["input_ids"]) for rows in passes for row in rows)]
     counts += [sum(num_targets(batch["labels"]) for batch in batches)]
     num_tokens, target_tokens = accelerator.reduce(torch.tensor(counts, device=accelerator.device), "sum").tolist()

@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from trainer.config import LoraConfig, UserError
-from trainer.kernels.lora_linear import nf4_lora_linear
+from trainer.kernels.lora_linear import Adapter
 from trainer.linear import QuantLinear
 
 
@@ -47,30 +47,41 @@ class LoraQuantLinear(nn.Module, LoraLayer):
             "Serve base and adapter unmerged, which is exact"
         )
 
+    @property
+    def adapter(self) -> Adapter | None:
+        """The one active adapter, or None if none is active (disabled, unloaded, or of other layers only).
+
+        raises  ValueError if the layer is no single product: several active adapters, or dropout in training
+        """
+        names = self._active_names()
+        if not names:
+            return None
+        if len(names) > 1 or self._drops(names[0]):
+            why = f"{len(names)} active adapters {names}" if len(names) > 1 else f"dropout of adapter {names[0]!r}"
+            raise ValueError(f"{why} cannot be fused into one product; check `fusable` first, or call the layer")
+        name = names[0]
+        return Adapter(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
+
+    @property
+    def fusable(self) -> bool:
+        """Whether base and `adapter` say all that the layer computes."""
+        names = self._active_names()
+        return not names or (len(names) == 1 and not self._drops(names[0]))
+
+    def _active_names(self) -> list[str]:
+        return [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
+
+    def _drops(self, name: str) -> bool:
+        return self.training and isinstance(self.lora_dropout[name], nn.Dropout)
+
     def forward(self, x: Tensor) -> Tensor:
-        active = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
-        if len(active) == 1 and not (self.training and isinstance(self.lora_dropout[active[0]], nn.Dropout)):
-            return self._fused(x, active[0])
+        if self.fusable:
+            return self.base_layer(x, self.adapter)
         y = self.base_layer(x)
-        for name in active:
+        for name in self._active_names():
             lora_A, lora_B = self.lora_A[name].weight.to(x.dtype), self.lora_B[name].weight.to(x.dtype)
             y = y + (self.lora_dropout[name](x) @ lora_A.T) @ lora_B.T * self.scaling[name]
         return y
-
-    def _fused(self, x: Tensor, name: str) -> Tensor:
-        base = self.base_layer
-        y = nf4_lora_linear(
-            x,
-            base.packed,
-            base.absmax,
-            base.nested_absmax,
-            base.nested_offset,
-            self.lora_A[name].weight,
-            self.lora_B[name].weight,
-            block_size=base.quantizer.block_size,
-            scaling=self.scaling[name],
-        )
-        return y if base.bias is None else y + base.bias.to(y.dtype)
 
 
 def attach_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> PeftModel:

@@ -69,11 +69,6 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
     return model, tokenizer
 
 
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that fills rows; any id serves, for masks go by position and never by value."""
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
 def prepare_model(model: PreTrainedModel, config: QuantConfig) -> QuantizationSummary:
     """Pack the linear layers of `model` in place; the output head and the embeddings stay in 16 bits.
 

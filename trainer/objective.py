@@ -1,4 +1,4 @@
-"""What training minimises: the sum of next-token losses over the target tokens of a batch.
+"""What training minimises: the sum of next-token losses over the target tokens of some documents.
 
 The sum, not the mean: the loop divides by the target tokens of the whole step, over all micro-steps and processes, so
 that accumulation and data parallelism equal the large batch. Only target positions reach the output head.
@@ -11,62 +11,131 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from trainer.architecture import base_model
+from trainer.fused_decoder import FusedDecoder, document_positions
 from trainer.kernels.cross_entropy import linear_cross_entropy
 
 log = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
 """Label of a position that is no target, as torch and transformers have it."""
+MAX_DECODER_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Relative distance of the fused decoder's hidden states from transformers': ten times what another order of the same
+sums gives over 30 layers."""
 
 
 def num_targets(labels: Tensor) -> int:
-    """How many positions of `labels` [B, T] are predicted: the first of a row has nothing before it."""
-    return int((labels[:, 1:] != IGNORE_INDEX).sum())
+    """How many positions of `labels` [T] are predicted; a document's first label is -100 (see `collate`)."""
+    return int((labels != IGNORE_INDEX).sum())
 
 
 class NextTokenLoss(nn.Module):
-    """Sum of cross-entropies over the targets of a right-padded batch, in nats.
+    """Sum of cross-entropies over the targets of documents, in nats.
 
-    Padding needs no mask: under causal attention a real token never sees what stands to its right.
+    Models that `FusedDecoder` computes go through it; others through their own forward, padded on the right: under
+    causal attention a real token never sees what stands to its right.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """model: a causal language model, or PEFT's wrapper around one"""
+    def __init__(self, model: PreTrainedModel, *, decoded_bytes: int = 0) -> None:
+        """model: a causal language model, or PEFT's wrapper around one; decoded_bytes: see `FusedDecoder`"""
         super().__init__()
         self.model = model
-        self.fused = self._fused_equals_logits()
-        if not self.fused:
+        self._decoder = self._fused_decoder(decoded_bytes)
+        self.fused_head = self._fused_equals_logits()
+        if not self.fused_head:
             log.warning(
                 "the output head does more than one product; the loss goes through the full logits (more memory)"
             )
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """input_ids, labels: [B, T] int64 with -100 where there is no target; returns [] float32."""
-        targets = labels[:, 1:]
-        keep = targets != IGNORE_INDEX
-        if self.fused:
-            hidden_states = self._hidden_states(input_ids)[:, :-1][keep]  # [B, T, D] -> [N, D]
-            return linear_cross_entropy(hidden_states, self._head.weight, targets[keep])
-        logits = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1][keep]
-        return cross_entropy(logits.float(), targets[keep], reduction="sum")
+    @property
+    def fused_decoder(self) -> bool:
+        """Whether our own decoder runs, and not transformers' modules."""
+        return self._decoder is not None
+
+    def forward(self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Documents one after the other, or rows of one length.
+
+        input_ids, labels  [T] int64 with cu_seqlens, -100 where there is no target and at each document's start;
+                           or [B, T] without: each row is a document, and its first label does not count
+        cu_seqlens         [B + 1] int32: document b has the tokens cu_seqlens[b] to cu_seqlens[b + 1]
+        returns            [] float32
+        """
+        if cu_seqlens is None:
+            labels = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, 1:]], dim=1)
+            cu_seqlens = _equal_documents(*input_ids.shape, device=input_ids.device)
+            input_ids, labels = input_ids.flatten(), labels.flatten()
+        keep = (labels[1:] != IGNORE_INDEX).nonzero()[:, 0]
+        targets = labels[keep + 1]
+        if self.fused_head:
+            hidden_states = self._hidden_states(input_ids, cu_seqlens)[keep]  # [T, D] -> [N, D]
+            return linear_cross_entropy(hidden_states, self._head.weight, targets)
+        padded, place = _pad(input_ids, cu_seqlens)
+        logits = self.model(input_ids=padded, use_cache=False).logits.flatten(0, 1)[place[keep]]
+        return cross_entropy(logits.float(), targets, reduction="sum")
 
     @property
     def _causal_lm(self) -> PreTrainedModel:
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        return base_model(self.model)
 
     @property
     def _head(self) -> nn.Linear:
         return self._causal_lm.get_output_embeddings()
 
-    def _hidden_states(self, input_ids: Tensor) -> Tensor:
+    def _hidden_states(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[T, hidden_size]"""
+        if self._decoder is not None:
+            return self._decoder(input_ids, cu_seqlens)
+        padded, place = _pad(input_ids, cu_seqlens)
+        return self._transformers_hidden_states(padded).flatten(0, 1)[place]
+
+    def _transformers_hidden_states(self, input_ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, hidden_size]"""
         decoder = getattr(self._causal_lm, self._causal_lm.base_model_prefix)
         return decoder(input_ids=input_ids, use_cache=False).last_hidden_state
 
     @torch.no_grad()
+    def _fused_decoder(self, decoded_bytes: int) -> FusedDecoder | None:
+        """Ours, if it is made for this model and agrees with transformers' on a few tokens."""
+        try:
+            decoder = FusedDecoder(self._causal_lm, decoded_bytes=decoded_bytes)
+        except ValueError as error:
+            log.info("layers   transformers' own: %s", error)
+            return None
+        input_ids = _probe(self._causal_lm)
+        ours = decoder(input_ids.flatten(), _equal_documents(*input_ids.shape, device=input_ids.device))
+        theirs = self._transformers_hidden_states(input_ids).flatten(0, 1)
+        error = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+        if not error < MAX_DECODER_ERROR[theirs.dtype]:
+            log.warning("layers   transformers' own (slower): the fused ones differ by %.2f", error)
+            return None
+        return decoder
+
+    @torch.no_grad()
     def _fused_equals_logits(self) -> bool:
         """Try both paths on a few tokens: soft caps, logit scales and head biases show up here."""
-        if type(self._head) is not nn.Linear or self._head.bias is not None or self._head.weight.requires_grad:
+        if type(self._head) is not nn.Linear or self._head.bias is not None:
             return False
-        input_ids = torch.arange(8, device=self._head.weight.device)[None]
-        direct = self._hidden_states(input_ids) @ self._head.weight.T
+        input_ids = _probe(self._causal_lm)
+        direct = self._transformers_hidden_states(input_ids) @ self._head.weight.T
         return torch.allclose(direct, self.model(input_ids=input_ids, use_cache=False).logits.to(direct.dtype))
+
+
+def _probe(model: PreTrainedModel) -> Tensor:
+    """[2, 8] token ids"""
+    embedding = model.get_input_embeddings().weight
+    return torch.arange(16, device=embedding.device).remainder(len(embedding)).view(2, 8)
+
+
+def _equal_documents(num_documents: int, length: int, device: torch.device) -> Tensor:
+    return torch.arange(0, (num_documents + 1) * length, length, dtype=torch.int32, device=device)
+
+
+def _pad(input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Documents as rows [B, longest], filled up with token 0, and each token's place in the flattened rows [T]."""
+    lengths = cu_seqlens.diff()
+    longest = int(lengths.max())
+    row = torch.arange(len(lengths), device=input_ids.device).repeat_interleave(lengths)
+    place = row * longest + document_positions(cu_seqlens, len(input_ids))
+    padded = input_ids.new_zeros(len(lengths) * longest)
+    padded[place] = input_ids
+    return padded.view(len(lengths), longest), place

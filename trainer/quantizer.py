@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.kernels import nf4
+from trainer.kernels.codebook4 import BLOCK_SIZES, CODEBOOKS, CodebookWeight, codebook_dequantize, codebook_quantize
+from trainer.kernels.double_quant import NESTED_BLOCK_SIZE, quantize_absmax
 
 
 @dataclass(frozen=True)
 class Quantizer:
     """How weights become codes. Two equal quantizers give equal bytes.
 
-    codebook      "nf4" (arXiv:2305.14314, appendix E)
+    codebook      "nf4" (arXiv:2305.14314, appendix E) or "fp4" (bitsandbytes' 4-bit floating point)
     block_size    weights that share one scale, counted along the flattened weight: a power of two in 32..4096
     double_quant  store the scales in 8 bits too (section 3 there)
     raises        ValueError naming the setting that is not accepted
@@ -28,10 +29,10 @@ class Quantizer:
     double_quant: bool = True
 
     def __post_init__(self) -> None:
-        if self.codebook != "nf4":
-            raise ValueError(f"quant.codebook={self.codebook}; use nf4")
-        if self.block_size not in nf4.BLOCK_SIZES:
-            sizes = ", ".join(map(str, nf4.BLOCK_SIZES))
+        if self.codebook not in CODEBOOKS:
+            raise ValueError(f"quant.codebook={self.codebook}; use one of {', '.join(CODEBOOKS)}")
+        if self.block_size not in BLOCK_SIZES:
+            sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(
                 f"quant.block_size={self.block_size} is not a power of two in 32..4096; use one of {sizes}"
             )
@@ -41,7 +42,7 @@ class Quantizer:
         """Codes and scales, for a weight much larger than a block: 4.127 for the defaults."""
         if not self.double_quant:
             return 4 + 32 / self.block_size
-        return 4 + (8 + 32 / nf4.NESTED_BLOCK_SIZE) / self.block_size
+        return 4 + (8 + 32 / NESTED_BLOCK_SIZE) / self.block_size
 
     def quantize(self, weight: Tensor) -> "QuantizedTensor":
         """Choose codes and scales.
@@ -51,8 +52,8 @@ class Quantizer:
         """
         if weight.dim() != 2:
             raise ValueError(f"weight has shape {tuple(weight.shape)}; a quantizer takes [out_features, in_features]")
-        packed, absmax = nf4.nf4_quantize(weight, block_size=self.block_size)
-        scales = nf4.quantize_absmax(absmax) if self.double_quant else (absmax, None, None)
+        packed, absmax = codebook_quantize(weight, codebook=self.codebook, block_size=self.block_size)
+        scales = quantize_absmax(absmax) if self.double_quant else (absmax, None, None)
         return QuantizedTensor(packed, *scales, tuple(weight.shape), self)
 
     def dequantize(self, quantized: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
@@ -71,7 +72,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """Codes and scales of one weight, as bitsandbytes lays them out (kernels/nf4.py has the bytes).
+    """Codes and scales of one weight, as bitsandbytes lays them out (kernels/codebook4.py has the bytes).
 
     packed         [ceil(numel / 2)] uint8
     absmax         [ceil(numel / block_size)] float32; uint8 codes with double_quant
@@ -87,18 +88,15 @@ class QuantizedTensor:
     shape: tuple[int, int]
     quantizer: Quantizer
 
+    @property
+    def weight(self) -> CodebookWeight:
+        """The same tensors, as the kernels take them."""
+        scales = self.absmax, self.nested_absmax, self.nested_offset
+        return CodebookWeight(self.packed, *scales, *self.shape, self.quantizer.block_size, self.quantizer.codebook)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The dense weight; see `Quantizer.dequantize`."""
-        return nf4.nf4_dequantize(
-            self.packed,
-            self.absmax,
-            self.nested_absmax,
-            self.nested_offset,
-            out_features=self.shape[0],
-            in_features=self.shape[1],
-            block_size=self.quantizer.block_size,
-            dtype=dtype,
-        )
+        return codebook_dequantize(self.weight, dtype=dtype)
 
     @property
     def nbytes(self) -> int:

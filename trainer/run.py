@@ -37,7 +37,7 @@ from trainer.linear import QuantLinear, weights_sha256
 from trainer.loop import Training, TrainingDiverged, train
 from trainer.lora import attach_lora
 from trainer.metrics import open_sinks, peak_memory_bytes
-from trainer.model import load_model, pad_token_id, prepare_model
+from trainer.model import load_model, prepare_model
 from trainer.objective import NextTokenLoss, num_targets
 from trainer.optim import build_optimizer, lora_learning_rate
 
@@ -152,7 +152,7 @@ def _prepare(config: Config, run_dir: Path, accelerator: Accelerator) -> _Run:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     peft_model = attach_lora(model, config.lora, seed=config.seed)
     peft_model.to(accelerator.device)
-    objective = NextTokenLoss(peft_model)
+    objective = NextTokenLoss(peft_model, decoded_bytes=config.train.decoded_mb << 20)
     optim = replace(config.optim, lr=config.optim.lr or lora_learning_rate(model.config.get_text_config().hidden_size))
     optimizer = build_optimizer([p for p in objective.parameters() if p.requires_grad], optim)
     _require_disk(run_dir, objective, keep=config.train.keep_checkpoints)
@@ -171,18 +171,15 @@ def _prepare(config: Config, run_dir: Path, accelerator: Accelerator) -> _Run:
         base_sha256=weights_sha256(peft_model),
         data_sha256=_data_sha256(dataset, held_out),
         device=accelerator.device.type,
-        kernels=choose("nf4", accelerator.device.type),
+        kernels=choose("codebook4", accelerator.device.type),
         max_pass_tokens=config.train.max_pass_tokens or MAX_PASS_TOKENS[accelerator.device.type != "cpu"],
     )
     state = _restore(run_dir, state, objective, optimizer, accelerator, seed=config.seed)
     objective = accelerator.prepare(objective)
-    pad_id = pad_token_id(tokenizer)
     _require_steps_left(plan, state, config)
 
     def evaluate() -> float:
-        return held_out_loss(
-            objective, held_out, accelerator, batch_size=config.train.eval_batch_size, pad_token_id=pad_id
-        )
+        return held_out_loss(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
 
     training = Training(
         config=replace(config, optim=optim),
@@ -192,7 +189,6 @@ def _prepare(config: Config, run_dir: Path, accelerator: Accelerator) -> _Run:
         optimizer=optimizer,
         dataset=dataset,
         plan=plan,
-        pad_token_id=pad_id,
         max_pass_tokens=state.max_pass_tokens,
         sinks=open_sinks(config, run_dir, keep_steps=state.step) if accelerator.is_main_process else [],
         evaluate=evaluate,
@@ -305,7 +301,7 @@ def _metrics(run: _Run, *, eval_loss: float, wall_s: float) -> dict[str, Any]:
         "perplexity_base": _perplexity(state.eval_loss_base),
         "perplexity": _perplexity(eval_loss),
         "eval_rows": len(run.held_out),
-        "eval_tokens": sum(num_targets(torch.tensor([labels])) for labels in run.held_out["labels"]),
+        "eval_tokens": sum(num_targets(torch.tensor(labels[1:])) for labels in run.held_out["labels"]),
         "tokens": state.tokens,
         "tokens_per_s": state.tokens / state.train_s,
         "peak_memory_bytes": peak_memory_bytes(),

@@ -233,7 +233,7 @@ struct BFloat16Unit : LaneSums {
     static uint16_t widen(float) { return 0; }  // float32 weights never meet a bfloat16 x
     static __m512i table(__m512 codebook, float scale) {
         const __m512 values = _mm512_mul_ps(codebook, _mm512_set1_ps(scale));
-        return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(values));
+        return (__m512i)_mm512_cvtne2ps_pbh(values, values);  // twice, without a shuffle
     }
     static __m512i weights(const uint8_t* codes, __m512i table) {
         const __m512i shifts = _mm512_set_epi64(0x000c000c000c000c, 0x000c000c000c000c, 0x0008000800080008,

@@ -83,15 +83,12 @@ def test_reading_back_gives_what_was_trained(result, ours):
     from trainer.data.chat import tokenize_rows
     from trainer.data.formats import load_rows
     from trainer.evaluate.perplexity import held_out_loss
-    from trainer.model import pad_token_id
     from trainer.objective import NextTokenLoss
 
     config = load_config(f"resume={result.run_dir}")
     tokenizer = AutoTokenizer.from_pretrained(result.exports["adapter"])
     held_out = tokenize_rows(load_rows(config.data, config.seed)[1], tokenizer, config.data.max_seq_len)
-    loss = held_out_loss(
-        NextTokenLoss(ours), held_out, Accelerator(), batch_size=16, pad_token_id=pad_token_id(tokenizer)
-    )
+    loss = held_out_loss(NextTokenLoss(ours), held_out, Accelerator(), batch_size=16)
     assert loss == result.metrics["eval_loss"]
 
 

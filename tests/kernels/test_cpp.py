@@ -11,12 +11,12 @@ import pytest
 
 from trainer.kernels import _cpp
 
-FRESH = "from trainer.kernels import _cpp; print(_cpp.load('nf4') is not None)"
+FRESH = "from trainer.kernels import _cpp; print(_cpp.load('codebook4') is not None)"
 
 
 @pytest.fixture
 def compiler() -> None:
-    if _cpp.load("nf4") is None:
+    if _cpp.load("codebook4") is None:
         pytest.skip("no C++ compiler here")
 
 
@@ -69,7 +69,8 @@ import torch
 from trainer.kernels import nf4
 for _ in range(3):
     packed, absmax = nf4.nf4_quantize(torch.ones(1, 64), block_size=64)
-    nf4.nf4_linear(torch.ones(1, 64), packed, absmax, out_features=1, block_size=64)
+    sizes = {"out_features": 1, "in_features": 64, "block_size": 64}
+    nf4.nf4_dequantize(packed, absmax, **sizes, dtype=torch.float32)
 print(packed.tolist() == [255] * 32)  # 1.0 is code 15
 """
     out, err = run_python(code, CXX="/nowhere/g++", LOWBIT_CACHE=str(tmp_path)).communicate()
@@ -110,14 +111,14 @@ def test_choose_refuses(forced: str, device: str, message: str, monkeypatch: pyt
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("LOWBIT_KERNELS", forced)
     with pytest.raises(ValueError, match=message):
-        _cpp.choose("nf4", device)
+        _cpp.choose("codebook4", device)
 
 
 def test_choose(compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOWBIT_KERNELS", raising=False)
-    assert _cpp.choose("nf4", "cpu") == "cpu"
+    assert _cpp.choose("codebook4", "cpu") == "cpu"
     monkeypatch.setenv("LOWBIT_KERNELS", "reference")
-    assert _cpp.choose("nf4", "cpu") == _cpp.choose("nf4", "cuda") == "reference"
+    assert _cpp.choose("codebook4", "cpu") == _cpp.choose("codebook4", "cuda") == "reference"
     monkeypatch.setenv("LOWBIT_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert _cpp.choose("nf4", "cpu") == "triton"
+    assert _cpp.choose("codebook4", "cpu") == "triton"

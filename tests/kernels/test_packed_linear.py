@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.kernels import _cpp, _tape
+from trainer.kernels import _cpp, _huge_pages, _tape
 from trainer.kernels.nf4 import (
     NF4Weight,
     nf4_dequantize_reference,
@@ -22,6 +22,7 @@ from trainer.kernels.packed_linear import (
     pack_linear,
     pack_nf4_linear,
     packed_linear,
+    place_linears,
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -217,6 +218,29 @@ def test_no_rows_and_no_copy(cpp: None) -> None:
     assert pack_nf4_linear([nf4_weight(8, 64, 64)], dtype=torch.bfloat16).nbytes == 8 * 64 // 2 + 8 * 4
 
 
+def test_places_hold_the_same_weights(cpp: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In reading order, in one piece of memory that begins at a 2 MB page; dense weights stay where they are."""
+    packed = [pack_nf4_linear([nf4_weight(2048, 1056, 32, seed=seed)], dtype=torch.bfloat16) for seed in range(2)]
+    packed.append(pack_nf4_linear([nf4_weight(7, 96, 32)], dtype=torch.bfloat16))
+    dense = pack_linear(random(8, 64), dtype=torch.bfloat16)
+    want, address = [weight.dequantize() for weight in packed], dense.weight.data_ptr()
+    place_linears([*packed, dense])
+    for weight, values in zip(packed, want, strict=True):
+        assert torch.equal(weight.dequantize(), values)
+    tensors = [tensor for weight in packed for tensor in weight.tensors()]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    assert addresses == sorted(addresses) and all(at % _huge_pages.ALIGN_BYTES == 0 for at in addresses)
+    if hasattr(_huge_pages.mmap, "MADV_HUGEPAGE"):
+        assert addresses[0] % _huge_pages.PAGE_BYTES == 0
+    assert addresses[-1] - addresses[0] < sum(tensor.nbytes + 64 for tensor in tensors)
+    assert dense.weight.data_ptr() == address
+    # Elsewhere than on Linux the memory is ordinary.
+    monkeypatch.delattr(_huge_pages.mmap, "MADV_HUGEPAGE", raising=False)
+    place_linears(packed)
+    assert all(torch.equal(weight.dequantize(), values) for weight, values in zip(packed, want, strict=True))
+    place_linears([])
+
+
 def test_a_tape_replays_with_new_inputs(cpp: None) -> None:
     weight, _ = weights("nf4", (50, 576, 64), torch.bfloat16)
     x = random(2, 576, seed=1).bfloat16()
@@ -258,10 +282,8 @@ PROCESSORS = {"haswell": {"avx2", "fma"}, "x86-64": set(), "x86-64-v4": {"avx512
 def test_builds_for_other_processors(processor: str, monkeypatch: pytest.MonkeyPatch, cpp: None) -> None:
     if not PROCESSORS[processor] <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip(f"this machine cannot run {processor}")
-    library = _cpp.load("packed_linear", (f"-march={processor}",))
-    function = library.packed_linear
-    function.argtypes, function.restype = _tape.kernel("packed_linear", "packed_linear").argtypes, None
-    monkeypatch.setattr(_tape, "kernel", lambda file, name: function)
+    function, native = _tape.kernel("packed_linear", "packed_linear", f"-march={processor}"), _tape.kernel
+    monkeypatch.setattr(_tape, "kernel", lambda file, name: function if file == "packed_linear" else native(file, name))
     for dtype in DTYPES:
         for kind in ("dense", "nf4"):
             for shape in SHAPES:

@@ -1,4 +1,4 @@
-"""Rotary embedding in place against transformers' functions and the reference."""
+"""Rotary embedding against transformers' functions and the reference, its gradient against float64."""
 
 import os
 import platform
@@ -13,6 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from trainer.kernels import _cpp, _tape, rope
+from trainer.kernels.rms_norm import add_rms_norm, rms_norm
+from trainer.kernels.swiglu import swiglu
 
 EPS = 1e-6
 NUM_POSITIONS = 300
@@ -71,8 +73,45 @@ class Case:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         module = Qwen3RMSNorm(x.shape[-1], eps=EPS)
-        module.weight = torch.nn.Parameter(weight, requires_grad=False)
-        return module(x)
+        return torch.func.functional_call(module, {"weight": weight}, x)
+
+    def options(self) -> dict[str, object]:
+        return {**self.sizes, "q_norm": self.q_norm, "k_norm": self.k_norm, "eps": EPS}
+
+    def inputs(self) -> list[Tensor]:
+        """What has a gradient; it is recorded from here on."""
+        found = [self.qkv, *([] if self.q_norm is None else [self.q_norm, self.k_norm])]
+        return [tensor.detach().requires_grad_() for tensor in found]
+
+    def with_inputs(self, inputs: list[Tensor]) -> "Case":
+        self.qkv, *norms = inputs
+        self.q_norm, self.k_norm = norms or (None, None)
+        return self
+
+    def grad(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.tokens)
+        return torch.randn(self.qkv.shape, generator=generator).to(self.qkv)
+
+    def exact_gradient(self) -> tuple[Tensor, ...]:
+        """Of qkv, q_norm and k_norm, by autograd in float64"""
+        qkv, *norms = inputs = [tensor.double().requires_grad_() for tensor in self.inputs()]
+        heads = qkv.view(self.tokens, -1, self.sizes["head_dim"])
+        parts = list(heads.split([self.sizes["num_heads"], *[self.sizes["num_kv_heads"]] * 2], dim=1))
+        cos, sin = self.cos_sin[self.positions].double()[:, None].unbind(2)
+        for part in (0, 1):
+            x = parts[part]
+            if norms:
+                x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * norms[part]
+            x1, x2 = x.chunk(2, dim=-1)
+            parts[part] = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+        return torch.autograd.grad(torch.cat(parts, dim=1).view_as(qkv), inputs, self.grad().double())
+
+    def backward(self, function: object, *, with_norms: bool) -> tuple[Tensor, ...]:
+        tensors = self.grad(), self.positions, self.cos_sin, None if self.q_norm is None else self.qkv
+        options = {**self.sizes, "eps": EPS, "with_norms": with_norms}
+        grad_qkv, grad_norms = function(*tensors, self.q_norm, self.k_norm, **options)
+        assert (grad_norms is not None) == with_norms
+        return grad_qkv, *(grad_norms.unbind() if with_norms else ())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,9 +172,136 @@ def test_a_position_outside_the_table_gives_nan_in_q_and_k(implementation: objec
     assert torch.equal(got, want)
 
 
+# ---- the functional op and its gradient
+
+
+def assert_gradient(got: tuple[Tensor, ...], case: Case) -> None:
+    want = case.exact_gradient()
+    half_place = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}[case.qkv.dtype]
+    # After half a place of the result, some 16 roundings of float32 (2^-24): of a value's two products, up to |grad|
+    # each, times what a norm multiplies by and, for the norms' gradients, summed over tokens and heads.
+    heads = case.qkv.detach().double().view(case.tokens, -1, case.sizes["head_dim"])
+    size = case.grad().double().abs().view_as(heads).amax(-1, keepdim=True) * 2
+    if case.q_norm is not None:
+        scale = torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + EPS)
+        normed = (heads * scale).abs()
+        sizes = [(size * normed).sum((0, 1))] * 2
+        weight = torch.stack([case.q_norm, case.k_norm]).detach().abs().max().double()
+        size = size * torch.maximum(scale * weight * (1 + normed), torch.ones_like(normed))
+    else:
+        sizes = []
+    for result, exact, bound in zip(got, want, [size.expand_as(heads).reshape(case.qkv.shape), *sizes], strict=False):
+        assert ((result.double() - exact).abs() <= half_place * exact.abs() + 2**-20 * bound).all()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+class TestGradient:
+    @pytest.mark.parametrize("shape", [*SHAPES, (1100, 2, 1, 34)])  # 1100 tokens: more than 16 in a chunk
+    def test_equals_float64(self, shape: tuple, dtype: torch.dtype, norm: bool, cpp: None) -> None:
+        case = Case(shape, dtype, norm=norm)
+        got = case.backward(rope.rope_backward_cpu, with_norms=norm)
+        assert_gradient(got, case)
+        v = slice((case.sizes["num_heads"] + case.sizes["num_kv_heads"]) * case.sizes["head_dim"], None)
+        assert torch.equal(got[0][:, v], case.grad()[:, v])
+        assert torch.equal(case.backward(rope.rope_backward_cpu, with_norms=False)[0], got[0])
+        assert_gradient(case.backward(rope.rope_backward_reference, with_norms=norm), case)
+
+    @pytest.mark.parametrize("scale", [0, 1e-30, 1e-3, 1e17])  # squares of 1e17: half of what float32 holds
+    def test_huge_and_tiny_heads(self, scale: float, dtype: torch.dtype, norm: bool, cpp: None) -> None:
+        case = Case((5, 4, 2, 34), dtype, norm=norm)
+        case.qkv = (case.qkv * scale).to(dtype)
+        assert_gradient(case.backward(rope.rope_backward_cpu, with_norms=norm), case)
+
+    def test_same_bits_on_every_processor(self, dtype: torch.dtype, norm: bool, cpp: None) -> None:
+        case = Case((40, 9, 3, 98), dtype, norm=norm)
+        got = case.backward(rope.rope_backward_cpu, with_norms=norm)
+        rope.kernel = _tape.kernel  # the fixture puts back what it found
+        assert all(map(torch.equal, got, case.backward(rope.rope_backward_cpu, with_norms=norm)))
+
+    def test_through_autograd(self, dtype: torch.dtype, norm: bool) -> None:
+        case = Case((40, 4, 2, 34), dtype, norm=norm)
+        want, before = case.run(rope.rope_), case.qkv.clone()
+        case.with_inputs(inputs := case.inputs())
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda x: x):
+            y = rope.rope(case.qkv, case.positions, case.cos_sin, **case.options())
+        assert torch.equal(y, want) and torch.equal(case.qkv, before)
+        kept = [case.positions, case.cos_sin, *inputs] if norm else [case.positions, case.cos_sin]
+        assert [tensor.data_ptr() for tensor in saved] == [tensor.data_ptr() for tensor in kept]
+        strided = torch.stack([case.grad()] * 2, dim=-1)[..., 0]
+        got = torch.autograd.grad(y, inputs, strided, retain_graph=True)
+        assert_gradient(got, case)
+        for i in range(1, len(inputs)):  # k_norm or q_norm alone
+            assert torch.equal(torch.autograd.grad(y, inputs[i], strided, retain_graph=True)[0], got[i])
+
+    def test_does_not_depend_on_the_number_of_threads(self, dtype: torch.dtype, norm: bool) -> None:
+        case = Case((100, 9, 3, 66), dtype, norm=norm)
+        want = case.backward(rope.rope_backward_cpu, with_norms=norm)
+        threads = torch.get_num_threads()
+        try:
+            for num_threads in (1, 2, 3):
+                torch.set_num_threads(num_threads)
+                assert all(map(torch.equal, case.backward(rope.rope_backward_cpu, with_norms=norm), want))
+        finally:
+            torch.set_num_threads(threads)
+
+    @pytest.mark.parametrize("implementation", [rope.rope_backward_cpu, rope.rope_backward_reference])
+    def test_a_position_outside_the_table_gives_nan(
+        self, implementation: object, dtype: torch.dtype, norm: bool
+    ) -> None:
+        case = Case((5, 4, 2, 34), dtype, norm=norm)
+        want = case.backward(implementation, with_norms=norm)
+        case.positions[1:4] = torch.tensor([NUM_POSITIONS, -1, 2**62])
+        got = case.backward(implementation, with_norms=norm)
+        assert got[0][1:4, : 6 * 34].isnan().all() and all(weight.isnan().all() for weight in got[1:])
+        got[0][1:4, : 6 * 34] = want[0][1:4, : 6 * 34]
+        assert torch.equal(got[0], want[0])
+
+    def test_no_tokens(self, dtype: torch.dtype, norm: bool) -> None:
+        case = Case((1, 4, 2, 34), dtype, norm=norm)
+        case.qkv, case.positions = case.qkv[:0], case.positions[:0]
+        got = case.backward(rope.rope_backward_cpu, with_norms=norm)
+        assert got[0].shape == (0, 8 * 34) and all((weight == 0).all() for weight in got[1:])
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_gradient_is_no_less_exact_than_that_of_transformers(norm: bool) -> None:
+    case = Case((64, 9, 3, 64), torch.bfloat16, norm=norm)
+    want = case.exact_gradient()
+    case.with_inputs(inputs := case.inputs())
+    theirs = torch.autograd.grad(case.run_transformers(), inputs, case.grad())
+    y = rope.rope(case.qkv, case.positions, case.cos_sin, **case.options())
+    for our, their, exact in zip(torch.autograd.grad(y, inputs, case.grad()), theirs, want, strict=True):
+        our_error, their_error = (our - exact).abs(), (their - exact).abs()
+        assert our_error.mean() <= their_error.mean() and our_error.max() <= their_error.max()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiles_between_the_other_ops_of_a_layer_without_a_graph_break(grad: bool) -> None:
+    case = Case((5, 4, 2, 32), torch.float32, norm=True)  # 8 heads of 32
+    weight = torch.linspace(0.5, 2, 256)
+
+    def layer(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, weight: Tensor) -> Tensor:
+        x = rms_norm(qkv, weight, eps=EPS)
+        rotated = rope.rope(x, case.positions, case.cos_sin, **case.sizes, q_norm=q_norm, k_norm=k_norm, eps=EPS)
+        y, total = add_rms_norm(rotated, x, weight, eps=EPS)
+        return swiglu(torch.cat([y, total], dim=1))
+
+    inputs = [tensor.requires_grad_(grad) for tensor in (case.qkv, case.q_norm.clone(), case.k_norm.clone(), weight)]
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    got, want = compiled(*inputs), layer(*inputs)
+    assert torch.equal(got, want)
+    if grad:
+        grads = [torch.autograd.grad(result.square().sum(), inputs) for result in (got, want)]
+        assert all(map(torch.equal, *grads))
+
+
 def test_float16_runs_the_reference() -> None:
     case = Case((5, 4, 2, 34), torch.float16, norm=True)
     assert torch.equal(case.run(rope.rope_), case.run_transformers())
+    assert torch.equal(rope.rope(case.qkv, case.positions, case.cos_sin, **case.options()), case.run_transformers())
+    assert_gradient(case.backward(rope.rope_backward_cpu, with_norms=True), case)
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -146,6 +312,15 @@ def test_opcheck(norm: bool) -> None:
     qkv = case.qkv.clone()
     torch.ops.lowbit.rope_(qkv, case.positions, case.cos_sin, *rest)
     assert torch.equal(qkv, case.run(rope.rope_))
+    for with_norms in {False, norm}:
+        tensors = case.grad(), case.positions, case.cos_sin, case.qkv if norm else None, case.q_norm, case.k_norm
+        torch.library.opcheck(torch.ops.lowbit.rope_backward, (*tensors, *case.sizes.values(), EPS, with_norms))
+    case.qkv.requires_grad_()
+    torch.library.opcheck(torch.ops.lowbit.rope, (case.qkv, case.positions, case.cos_sin, *rest))
+    if norm:
+        case.with_inputs(case.inputs())
+        rest = *case.sizes.values(), case.q_norm, case.k_norm, EPS
+        torch.library.opcheck(torch.ops.lowbit.rope, (case.qkv, case.positions, case.cos_sin, *rest))
 
 
 @pytest.mark.parametrize(
@@ -175,8 +350,9 @@ import torch
 from trainer.kernels import rope as op
 
 torch.manual_seed(0)
-# one head; odd sizes; more heads than a program takes (8 of 128); none
-for tokens, num_heads, num_kv_heads, head_dim in [(1, 1, 1, 2), (3, 5, 2, 34), (2, 19, 3, 256), (0, 2, 1, 8)]:
+# one head; odd sizes; more heads than a program takes (8 of 128); none; two chunks of tokens
+shapes = [(1, 1, 1, 2), (3, 5, 2, 34), (2, 19, 3, 256), (0, 2, 1, 8), (18, 1, 1, 6)]
+for tokens, num_heads, num_kv_heads, head_dim in shapes:
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     # float32: bit for bit without the norm. The interpreter truncates to bfloat16 where GPUs round: 2^-7 of values up
     # to about 8 at each of four places; float16: the order of the norm's sum moves a value at a rounding boundary.
@@ -191,6 +367,19 @@ for tokens, num_heads, num_kv_heads, head_dim in [(1, 1, 1, 2), (3, 5, 2, 34), (
             op.rope_reference_(want, positions, cos_sin, **sizes, **norms)
             extra = {torch.float32: 2**-18, torch.float16: 2**-6, torch.bfloat16: 0}[dtype] if norm else 0
             torch.testing.assert_close(got, want, rtol=0, atol=atol + extra)
+            assert torch.equal(op.rope(qkv, positions, cos_sin, **sizes, **norms), got)
+            if dtype == torch.bfloat16:
+                continue
+            grad = torch.randn_like(qkv)
+            tensors = grad, positions, cos_sin, qkv if norm else None, norms.get("q_norm"), norms.get("k_norm")
+            for with_norms in {False, norm}:
+                got = op.rope_backward_triton(*tensors, **sizes, eps=1e-6, with_norms=with_norms)
+                want = op.rope_backward_reference(*tensors, **sizes, eps=1e-6, with_norms=with_norms)
+                # some float32 roundings of values up to about 16; float16: half a place of these
+                atol_of_grad = {torch.float32: 2**-18, torch.float16: 2**-7}[dtype]
+                torch.testing.assert_close(got[0], want[0], rtol=0, atol=atol_of_grad)
+                if with_norms:
+                    torch.testing.assert_close(got[1], want[1], rtol=0, atol=4 * atol_of_grad)  # over up to 38 heads
             if tokens == 3:
                 op.rope_(qkv, torch.tensor([9, -1, 2**40]), cos_sin, **sizes, **norms)
                 assert qkv[:, : 7 * 34].isnan().all() and not qkv[:, 7 * 34 :].isnan().any()
@@ -212,11 +401,28 @@ def test_triton_compiles_without_spills(head_dim: int, norm: bool) -> None:
     sizes = "num_heads num_kv_heads head_dim max_positions stride_token stride_position".split()
     norms = ["q_norm_ptr", "k_norm_ptr"]
     types = {"positions_ptr": "*i64", "eps": "fp32", **dict.fromkeys(sizes, "i32")}
-    types |= dict.fromkeys(["qkv_ptr", "cos_sin_ptr", *(norms if norm else [])], "*bf16")
+    types |= dict.fromkeys(["qkv_ptr", "out_ptr", "cos_sin_ptr", *(norms if norm else [])], "*bf16")
     constants = {} if norm else dict.fromkeys(norms)
     constants |= {"HAS_NORM": norm, "BLOCK_N": 2 * rope.TILE // head_dim, "BLOCK_D": head_dim // 2}
     for target in aot.TARGETS:
         compiled = aot.compile_kernel(rope._rope_kernel, types, constants, target)
+        assert aot.spilled_registers(compiled, target) == 0, target
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize(("norm", "with_norms"), [(False, False), (True, False), (True, True)])
+def test_triton_backward_compiles_without_spills(head_dim: int, norm: bool, with_norms: bool) -> None:
+    aot = pytest.importorskip("tests.kernels.aot")
+    sizes = "tokens num_heads num_kv_heads head_dim max_positions stride_token stride_position chunk_tokens".split()
+    norms = ["qkv_ptr", "q_norm_ptr", "k_norm_ptr"]
+    types = {"positions_ptr": "*i64", "eps": "fp32", **dict.fromkeys(sizes, "i32")}
+    types |= dict.fromkeys(["grad_ptr", "grad_qkv_ptr", "cos_sin_ptr", *(norms if norm else [])], "*bf16")
+    types |= {"partial_ptr": "*fp32"} if with_norms else {}
+    constants = dict.fromkeys([*norms, "partial_ptr"]) | {"HAS_NORM": norm, "WITH_NORMS": with_norms}
+    constants |= {"BLOCK_N": 2 * rope.TILE // head_dim, "BLOCK_D": head_dim // 2}
+    constants = {name: value for name, value in constants.items() if name not in types}
+    for target in aot.TARGETS:
+        compiled = aot.compile_kernel(rope._rope_backward_kernel, types, constants, target)
         assert aot.spilled_registers(compiled, target) == 0, target
 
 
@@ -229,3 +435,6 @@ def test_gpu_equals_reference(dtype: torch.dtype, norm: bool) -> None:
     # as on the CPU
     atol = 16 * (2**-21 if dtype == torch.float32 else 2**-7) if norm else 0
     torch.testing.assert_close(got, want, rtol=0, atol=atol)
+    assert torch.equal(rope.rope(case.qkv, case.positions, case.cos_sin, **case.options()), got)
+    for with_norms in {False, norm}:
+        assert_gradient(case.backward(rope.rope_backward_triton, with_norms=with_norms), case)

@@ -1,4 +1,4 @@
-"""SwiGLU against torch's silu and the reference."""
+"""SwiGLU against torch's silu and the reference, its gradient against float64."""
 
 import os
 import platform
@@ -108,15 +108,129 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     assert swiglu.swiglu(gate_up[:0]).shape == (0, 577)
 
 
+# ---- gradient
+
+
+def exact_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.double().requires_grad_()
+    return torch.autograd.grad(torch_swiglu(gate_up), gate_up, grad.double())[0]
+
+
+def assert_gradient(got: Tensor, grad: Tensor, gate_up: Tensor) -> None:
+    want = exact_gradient(grad, gate_up)
+    # Half a place of the result, after some 16 roundings of float32 (2^-24). Those of dgate's factor are of values up
+    # to 1 and 1 + |gate|, which cancel. A sigmoid below 2^-125 may be 0, where float32's exp(-gate) is inf; below its
+    # smallest normal number a dtype has steps of a fixed size.
+    half_place = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}[got.dtype]
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    sigmoid = gate.sigmoid()
+    bound = sigmoid + 2**-105
+    factor = torch.cat([up * bound * (1 + (gate * (1 - sigmoid)).abs() + gate.abs() * 2**-4), gate * bound], dim=-1)
+    size = (torch.cat([grad, grad], dim=-1).double() * factor).abs()
+    tiny = torch.finfo(got.dtype).tiny
+    assert ((got.double() - want).abs() <= half_place * want.abs() + 2**-20 * size + tiny).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+class TestGradient:
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_equals_float64(self, shape: tuple[int, int], dtype: torch.dtype, cpp: None) -> None:
+        gate_up, grad = case(shape, dtype), case(shape, dtype)[:, : shape[1]].flip(1).contiguous()
+        got, out = swiglu.swiglu_backward_cpu(grad, gate_up, with_output=False)
+        assert_gradient(got, grad, gate_up)
+        assert out is None
+        assert_gradient(swiglu.swiglu_backward_reference(grad, gate_up, with_output=False)[0], grad, gate_up)
+        again, out = swiglu.swiglu_backward_cpu(grad, gate_up, with_output=True)
+        assert torch.equal(again, got) and torch.equal(out, swiglu.swiglu_cpu(gate_up))
+
+    @pytest.mark.parametrize("scale", [0, 1e-30, 1e-3, 30, 1e18])
+    def test_huge_and_tiny_values(self, scale: float, dtype: torch.dtype, cpp: None) -> None:
+        gate_up, grad = (case((3, 65), dtype) * scale).to(dtype), case((3, 65), dtype)[:, :65].contiguous()
+        assert_gradient(swiglu.swiglu_backward_cpu(grad, gate_up, with_output=False)[0], grad, gate_up)
+
+    def test_same_bits_on_every_processor(self, dtype: torch.dtype, cpp: None) -> None:
+        gate_up, grad = case((7, 1023), dtype), case((7, 1023), dtype)[:, :1023].contiguous()
+        got = swiglu.swiglu_backward_cpu(grad, gate_up, with_output=True)
+        swiglu.kernel = _tape.kernel  # the fixture puts back what it found
+        want = swiglu.swiglu_backward_cpu(grad, gate_up, with_output=True)
+        assert torch.equal(got[1], want[1])
+        if dtype == torch.float32:
+            assert torch.equal(got[0], want[0])
+        else:  # AVX512's sigmoid is good to 2^-21: a place at a rounding boundary, once in some 2^12 values
+            torch.testing.assert_close(got[0], want[0], rtol=2**-7, atol=0)
+            assert (got[0] != want[0]).sum() <= got[0].numel() // 500
+
+    @pytest.mark.parametrize("size", [1, 16, 64])  # parts of a vector, whole ones, pairs
+    def test_every_bfloat16_gate(self, size: int, dtype: torch.dtype, cpp: None) -> None:
+        gate = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).to(dtype).view(-1, size)
+        gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
+        _, out = swiglu.swiglu_backward_cpu(torch.ones_like(gate), gate_up, with_output=True)
+        want = swiglu.swiglu_cpu(gate_up.float()).to(dtype)  # no shortcut there, and up is 1
+        forward = swiglu.swiglu_cpu(gate_up)
+        assert torch.equal(out.isnan(), forward.isnan()) and torch.equal(out.nan_to_num(), forward.nan_to_num())
+        assert torch.equal(out.isnan(), want.isnan()) and torch.equal(out.nan_to_num(), want.nan_to_num())
+        assert torch.equal(out.signbit()[~want.isnan()], want.signbit()[~want.isnan()])
+        finite = torch.where(gate_up.isfinite(), gate_up, 0)
+        got, _ = swiglu.swiglu_backward_cpu(torch.ones_like(gate), finite, with_output=False)
+        assert_gradient(got, torch.ones_like(gate), finite)
+
+    def test_does_not_depend_on_the_number_of_threads(self, dtype: torch.dtype) -> None:
+        gate_up, grad = case((40, 577), dtype), case((40, 577), dtype)[:, :577].contiguous()
+        want = swiglu.swiglu_backward(grad, gate_up)
+        threads = torch.get_num_threads()
+        try:
+            for num_threads in (1, 2, 3):
+                torch.set_num_threads(num_threads)
+                assert torch.equal(swiglu.swiglu_backward(grad, gate_up), want)
+        finally:
+            torch.set_num_threads(threads)
+
+    def test_through_autograd(self, dtype: torch.dtype) -> None:
+        gate_up, grad = case((3, 65), dtype).requires_grad_(), case((3, 65), dtype)[:, :65]  # strided
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda x: x):
+            y = swiglu.swiglu(gate_up)
+        assert [tensor.data_ptr() for tensor in saved] == [gate_up.data_ptr()]
+        assert torch.equal(y, swiglu.swiglu(gate_up.detach()))
+        got = torch.autograd.grad(y, gate_up, grad)[0]
+        assert torch.equal(got, swiglu.swiglu_backward(grad.contiguous(), gate_up.detach()))
+        assert_gradient(got, grad, gate_up.detach())
+
+
+def test_gradient_is_no_less_exact_than_that_of_transformers() -> None:
+    gate_up, grad = case((64, 576), torch.bfloat16), case((64, 576), torch.bfloat16)[:, :576].flip(1).contiguous()
+    want = exact_gradient(grad, gate_up)
+    our_error = (swiglu.swiglu_backward(grad, gate_up) - want).abs()
+    theirs = torch.autograd.grad(torch_swiglu(gate_up.requires_grad_()), gate_up, grad)[0]
+    their_error = (theirs - want).abs()
+    assert our_error.mean() <= their_error.mean() and our_error.max() <= their_error.max()
+
+
+@pytest.mark.parametrize(
+    ("grad", "message"),
+    [
+        (torch.ones(2, 8), r"grad is torch.float32 \[2, 8\] .* torch.float32 \[2, 4\] on cpu"),
+        (torch.ones(2, 4).bfloat16(), r"grad is torch.bfloat16 \[2, 4\] .* torch.float32 \[2, 4\]"),
+    ],
+)
+def test_gradient_errors(grad: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        swiglu.swiglu_backward(grad, torch.ones(2, 8))
+
+
 def test_float16_runs_the_reference() -> None:
     gate_up = case((3, 40), torch.float16)
     assert torch.equal(swiglu.swiglu(gate_up), swiglu.swiglu_reference(gate_up))
+    grad = gate_up[:, :40].contiguous()
+    assert_gradient(swiglu.swiglu_backward(grad, gate_up), grad, gate_up)
 
 
 def test_opcheck() -> None:
     gate_up = case((3, 40), torch.float32)
     torch.library.opcheck(torch.ops.lowbit.swiglu, (gate_up,))
     assert torch.equal(torch.ops.lowbit.swiglu(gate_up), swiglu.swiglu(gate_up))
+    torch.library.opcheck(torch.ops.lowbit.swiglu_backward, (gate_up[:, :40], gate_up))
+    torch.library.opcheck(torch.ops.lowbit.swiglu, (gate_up.requires_grad_(),))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +259,14 @@ for rows, size in [(1, 1), (3, 33), (2, 1536), (0, 8)]:
         gate_up = (4 * torch.randn(rows, 2 * size)).to(dtype)
         # products of float16 below 2^-14 have fewer digits, steps of 2^-24
         torch.testing.assert_close(op.swiglu(gate_up), op.swiglu_reference(gate_up), rtol=rtol, atol=2**-23)
+        if dtype == torch.bfloat16:
+            continue
+        grad = torch.randn(rows, size).to(dtype)
+        got, out = op.swiglu_backward(grad, gate_up, with_output=True)
+        want = op.swiglu_backward_reference(grad, gate_up, with_output=True)[0]
+        # dgate's factor has some roundings of values up to 16 that cancel
+        torch.testing.assert_close(got, want, rtol=rtol, atol=2**-18)
+        assert torch.equal(out, op.swiglu(gate_up)) and torch.equal(op.swiglu_backward(grad, gate_up), got)
 print("interpreted")
 """
 
@@ -166,6 +288,18 @@ def test_triton_compiles_without_spills(dtype: str) -> None:
         assert aot.spilled_registers(compiled, target) == 0, target
 
 
+@pytest.mark.parametrize("with_output", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_triton_backward_compiles_without_spills(dtype: str, with_output: bool) -> None:
+    aot = pytest.importorskip("tests.kernels.aot")
+    names = ["grad_ptr", "gate_up_ptr", "grad_gate_up_ptr", *(["out_ptr"] if with_output else [])]
+    types = dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(["size", "stride_grad_row", "stride_row"], "i32")
+    constants = {"WITH_OUTPUT": with_output, "BLOCK_F": swiglu.BLOCK_F} | ({} if with_output else {"out_ptr": None})
+    for target in aot.TARGETS:
+        compiled = aot.compile_kernel(swiglu._swiglu_backward_kernel, types, constants, target)
+        assert aot.spilled_registers(compiled, target) == 0, target
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gpu_equals_reference(dtype: torch.dtype) -> None:
@@ -173,3 +307,5 @@ def test_gpu_equals_reference(dtype: torch.dtype) -> None:
     # exponentials of few ulp; in 16 bits a rounding boundary at each of two places
     rtol = {4: 2e-6, 2: 2**-6}[gate_up.element_size()]
     torch.testing.assert_close(swiglu.swiglu(gate_up), swiglu.swiglu_reference(gate_up), rtol=rtol, atol=2**-23)
+    grad = gate_up[:, :1537].flip(0).contiguous()
+    assert_gradient(swiglu.swiglu_backward(grad, gate_up), grad, gate_up)

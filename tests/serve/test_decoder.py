@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from trainer.config import UserError
+from trainer.kernels import _cpp
+from trainer.serve.decoder import MAX_GREEDY_ROWS, Decoder, decoder_from_module
+from trainer.serve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,6 +46,38 @@ FAMILIES = {
 }
 LENGTHS = (1, 16, 33, 70)  # a KV block of 16, past the window, past the original 64 positions of yarn and llama3
 NEW_TOKENS = 8
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_greedy_tokens_without_logits_are_those_of_logits(
+    drafts, monkeypatch, random_model, token_prompts, serve, greedy_params
+):
+    """With drafts too, whose rows are checked by their argmax; asking for log-probabilities takes the other way."""
+    if _cpp.load("greedy_head") is None:
+        pytest.skip("no C++ compiler here")
+    computed = []
+    logits = Decoder.logits
+    monkeypatch.setattr(Decoder, "logits", lambda self, *args, **kw: computed.append(1) or logits(self, *args, **kw))
+    llm = serve(random_model("llama"), max_num_seqs=4, num_speculative_tokens=drafts)
+    prompts = token_prompts(*LENGTHS)
+    short = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert not computed
+    full = llm.generate(prompts, greedy_params(12))
+    assert computed
+    assert [r.choices[0].token_ids for r in short] == [r.choices[0].token_ids for r in full]
+
+
+def test_the_greedy_head_is_counted_and_can_be_left_out(random_model):
+    if _cpp.load("greedy_head") is None:
+        pytest.skip("no C++ compiler here")
+    model = random_model("llama")
+    decoder, plain = (decoder_from_module(model, max_model_len=64, screen_greedy=screen) for screen in (True, False))
+    hidden_states = torch.randn(MAX_GREEDY_ROWS + 1, decoder.config.hidden_size).to(decoder.config.dtype)
+    assert decoder.nbytes - plain.nbytes == decoder.greedy_head.nbytes > 0
+    assert plain.likeliest(hidden_states[:1]) is None and decoder.likeliest(hidden_states) is None
+    tokens = decoder.likeliest(hidden_states[:MAX_GREEDY_ROWS])
+    logits = decoder.logits(hidden_states[:MAX_GREEDY_ROWS], batch_invariant=True)
+    assert tokens.tolist() == logits.numpy().argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "nf4"])
@@ -94,7 +129,7 @@ def test_reference_kernels_compute_the_same(monkeypatch, random_model, token_pro
 @pytest.mark.parametrize("model_type", ["gpt2", "mixtral", "gemma"])
 def test_other_architectures_are_refused(model_type, random_model, serve):
     options = {"n_embd": 64, "n_layer": 1, "n_head": 2} if model_type == "gpt2" else {"num_local_experts": 2}
-    with pytest.raises(UserError, match=f"model_type={model_type} is not served.*SmolLM2, Mistral, Qwen2, .*Qwen3"):
+    with pytest.raises(UserError, match=f"is not served: model_type={model_type} is none of Llama, SmolLM2, Mistral, Qwen2, .*Qwen3"):
         serve(random_model(model_type, **options))
 
 

@@ -51,6 +51,36 @@ def test_greedy_takes_the_first_of_equals() -> None:
     assert ids(logits, [row(SamplingParams(temperature=0))] * 3) == [0, 7, 49]
 
 
+ASKING = [
+    SamplingParams(temperature=0, logprobs=0),
+    SamplingParams(temperature=0, best_of=2),
+    SamplingParams(temperature=0, logit_bias={3: 1.0}),
+    SamplingParams(temperature=0, min_tokens=1),
+    SamplingParams(temperature=0, repetition_penalty=1.1),
+    SamplingParams(temperature=0, frequency_penalty=0.1),
+    SamplingParams(temperature=0, presence_penalty=-0.1),
+    SamplingParams(temperature=0.5),
+    SamplingParams(top_k=1),
+]
+
+
+@pytest.mark.parametrize("params", ASKING)
+def test_who_needs_more_than_the_argmax(params: SamplingParams) -> None:
+    assert not sampler.needs_argmax_only(row(params))
+    greedy = row(
+        SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1, seed=3, max_tokens=9)
+    )  # cuts keep the best
+    assert sampler.needs_argmax_only(greedy)
+    assert not sampler.needs_argmax_only(row(greedy.params, bitmask=torch.zeros(1, dtype=torch.int32)))
+
+
+def test_tokens_of_the_argmax_are_those_of_the_logits() -> None:
+    logits = logits_of(5, 70)
+    assert sampler.likeliest(logits.argmax(-1)) == sample(logits, [row(SamplingParams(temperature=0))] * 5)
+    with pytest.raises(RuntimeError, match="the model's logits: row 1 of 3 has NaN or no finite maximum"):
+        sampler.likeliest(torch.tensor([4, -1, -1]))
+
+
 def test_no_rows_no_tokens() -> None:
     assert sample(torch.zeros(0, 5), []) == [] and prompt_logprobs(torch.zeros(0, 5), [], 3) == []
 

@@ -134,13 +134,13 @@ def test_loss_falls_back_to_logits_where_the_head_does_more(tiny, caplog):
     model, _ = tiny
     ids = torch.randint(0, 250, (2, 9))
     fused = NextTokenLoss(model)
-    assert fused.fused
+    assert fused.fused_head
     logits = model(ids).logits
     expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     torch.testing.assert_close(fused(ids, ids), expected, rtol=1e-5, atol=0)
     model.lm_head.bias = nn.Parameter(torch.randn(model.config.vocab_size), requires_grad=False)
     biased = NextTokenLoss(model)
-    assert not biased.fused and "full logits" in caplog.text
+    assert not biased.fused_head and "full logits" in caplog.text
     logits = model(ids).logits
     expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     torch.testing.assert_close(biased(ids, ids), expected, rtol=1e-5, atol=0)

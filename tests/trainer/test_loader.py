@@ -114,27 +114,22 @@ def test_outside_the_run() -> None:
         plan().micro_batches(0, 1)
 
 
-def test_collate_pads_on_the_right_by_position() -> None:
-    eos = 2  # the pad too: position decides, so the EOS to be learned stays a target
-    batch = collate(
-        [
-            {"input_ids": [5, 6, eos], "labels": [-100, 6, eos]},
-            {"input_ids": [7, eos], "labels": [-100, eos]},
-        ],
-        eos,
-    )
-    assert batch["input_ids"].tolist() == [[5, 6, eos], [7, eos, eos]]
-    assert batch["labels"].tolist() == [[-100, 6, eos], [-100, eos, -100]]
-    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+def test_collate_lays_rows_one_after_the_other() -> None:
+    """A row's first token has nothing before it in its row, and must not be predicted from the row before."""
+    batch = collate([{"input_ids": [5, 6, 2], "labels": [-100, 6, 2]}, {"input_ids": [7, 2], "labels": [7, 2]}])
+    assert batch["input_ids"].tolist() == [5, 6, 2, 7, 2]
+    assert batch["labels"].tolist() == [-100, 6, 2, -100, 2]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 5]
+    assert [tensor.dtype for tensor in batch.values()] == [torch.int64, torch.int64, torch.int32]
 
 
 def test_collate_of_no_rows_has_no_target() -> None:
-    batch = collate([], 9)
-    assert batch["input_ids"].tolist() == [[9]] and batch["labels"].tolist() == [[-100]]
+    batch = collate([])
+    assert [tensor.tolist() for tensor in batch.values()] == [[0], [-100], [0, 1]]
 
 
 def test_collate_moves_to_the_device() -> None:
-    batch = collate([{"input_ids": [1], "labels": [-100]}], 0, device="meta")
+    batch = collate([{"input_ids": [1], "labels": [-100]}], device="meta")
     assert {tensor.device.type for tensor in batch.values()} == {"meta"}
 
 
@@ -165,11 +160,11 @@ def test_passes_hold_every_row_once_within_the_budget(lengths, max_tokens):
     rows = [{"input_ids": [index] * length} for index, length in enumerate(lengths)]
     passes = group_by_length(rows, max_tokens)
     assert sorted((row for rows in passes for row in rows), key=str) == sorted(rows, key=str)
-    padded = [len(rows) * max(len(row["input_ids"]) for row in rows) for rows in passes if rows]
-    assert all(size <= max_tokens or len(rows) == 1 for size, rows in zip(padded, passes, strict=False))
+    sizes = [sum(len(row["input_ids"]) for row in rows) for rows in passes if rows]
+    assert all(size <= max_tokens or len(rows) == 1 for size, rows in zip(sizes, passes, strict=False))
     assert len(passes) >= 1
 
 
 def test_similar_lengths_share_a_pass():
     rows = [{"input_ids": [0] * length} for length in (9, 2, 8, 3)]
-    assert [[len(row["input_ids"]) for row in rows] for rows in group_by_length(rows, 18)] == [[2, 3], [8, 9]]
+    assert [[len(row["input_ids"]) for row in rows] for rows in group_by_length(rows, 17)] == [[2, 3, 8], [9]]

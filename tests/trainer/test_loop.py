@@ -90,8 +90,8 @@ def test_a_loss_that_is_not_finite_changes_no_weight(run, tmp_path, monkeypatch)
     whole = run("whole", "train.max_steps=2", "optim.schedule=constant", "optim.warmup_ratio=0")
     forward, calls = NextTokenLoss.forward, []
 
-    def broken(self, input_ids, labels):
-        loss = forward(self, input_ids, labels)
+    def broken(self, **batch):
+        loss = forward(self, **batch)
         calls.append(self.training)
         return loss * (float("nan") if sum(calls) == 3 else 1.0)
 

@@ -101,44 +101,42 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(draws, kind="stable")
 
 
-def collate(
-    rows: Sequence[dict[str, Any]], pad_token_id: int, device: torch.device | str | None = None
-) -> dict[str, Tensor]:
-    """Pad rows to one length on the right. Causal attention needs no mask then: no real token looks at a pad.
+def collate(rows: Sequence[dict[str, Any]], device: torch.device | str | None = None) -> dict[str, Tensor]:
+    """Lay rows one after the other, without padding; attention stays inside each by `cu_seqlens`.
 
-    rows     `input_ids` and `labels` of equal length each; no rows give one pad token without a target, so that a
-             rank whose share of a short step is empty still runs its backward pass, with a zero gradient
-    returns  input_ids [B, T] int64 padded with pad_token_id, labels [B, T] int64 padded with -100. Pads are
-             known by position, so a pad that is also EOS does not hide the EOS to be learned
+    rows     `input_ids` and `labels` of equal length each; no rows give one token without a target, so that a rank
+             whose share of a short step is empty still runs its backward pass, with a zero gradient
+    returns  input_ids [T] int64; labels [T] int64, -100 where there is no target, which a row's first token never is:
+             nothing stands before it; cu_seqlens [B + 1] int32, row b has the tokens cu_seqlens[b] to cu_seqlens[b + 1]
     """
-    rows = rows or [{"input_ids": [pad_token_id], "labels": [IGNORED]}]
+    rows = rows or [{"input_ids": [0], "labels": [IGNORED]}]
+    labels = [[IGNORED, *row["labels"][1:]] for row in rows]
+    cu_seqlens = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
     return {
-        "input_ids": _pad([row["input_ids"] for row in rows], pad_token_id).to(device),
-        "labels": _pad([row["labels"] for row in rows], IGNORED).to(device),
+        "input_ids": torch.tensor([token for row in rows for token in row["input_ids"]]).to(device),
+        "labels": torch.tensor([label for row in labels for label in row]).to(device),
+        "cu_seqlens": torch.tensor(cu_seqlens, dtype=torch.int32).to(device),
     }
 
 
 def group_by_length(rows: Sequence[dict[str, Any]], max_tokens: int) -> list[list[dict[str, Any]]]:
-    """Cut a micro-batch into passes of similar length, so that short rows are not padded to the longest.
+    """Cut a micro-batch into passes of at most `max_tokens`, so that activation memory is that of a pass.
 
-    The loss is a sum, so the gradient is that of the whole; padding and activation memory shrink.
+    The loss is a sum, so the gradient is that of the whole. Rows of similar length share a pass: models that our
+    decoder does not compute are padded to the longest.
 
-    max_tokens  rows times longest row of a pass, padding counted; a single longer row is a pass of its own
+    max_tokens  tokens of a pass; a single longer row is a pass of its own
     returns     every row once, shortest first; one empty pass for no rows, for `collate` to fill
     """
     passes: list[list[dict[str, Any]]] = [[]]
+    num_tokens = 0
     for row in sorted(rows, key=lambda row: len(row["input_ids"])):
-        if passes[-1] and (len(passes[-1]) + 1) * len(row["input_ids"]) > max_tokens:
+        if passes[-1] and num_tokens + len(row["input_ids"]) > max_tokens:
             passes.append([])
+            num_tokens = 0
         passes[-1].append(row)
+        num_tokens += len(row["input_ids"])
     return passes
-
-
-def _pad(sequences: list[Sequence[int]], value: int) -> Tensor:
-    padded = torch.full((len(sequences), max(map(len, sequences))), value, dtype=torch.int64)
-    for line, sequence in zip(padded, sequences, strict=True):
-        line[: len(sequence)] = torch.as_tensor(sequence)
-    return padded
 
 
 def eval_batches(num_rows: int, lengths: Sequence[int], batch_size: int) -> list[list[int]]:

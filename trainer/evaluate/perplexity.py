@@ -10,12 +10,10 @@ from trainer.objective import num_targets
 
 
 @torch.inference_mode()
-def held_out_loss(
-    objective: nn.Module, dataset: Dataset, accelerator: Accelerator, *, batch_size: int, pad_token_id: int
-) -> float:
+def held_out_loss(objective: nn.Module, dataset: Dataset, accelerator: Accelerator, *, batch_size: int) -> float:
     """Mean cross-entropy over the target tokens of `dataset`, in nats; processes share the batches.
 
-    objective  maps input_ids, labels [B, T] to the summed loss; left in eval mode
+    objective  maps the batches of `collate` to the summed loss; left in eval mode
     dataset    rows of input_ids and labels, -100 where there is no target
     """
     objective.eval()
@@ -23,7 +21,7 @@ def held_out_loss(
     batches = eval_batches(len(dataset), lengths, batch_size)[accelerator.process_index :: accelerator.num_processes]
     sums = torch.zeros(2, dtype=torch.float64)  # loss, target tokens
     for rows in batches:
-        batch = collate([dataset[row] for row in rows], pad_token_id, device=accelerator.device)
+        batch = collate([dataset[row] for row in rows], device=accelerator.device)
         sums += torch.tensor([objective(**batch).item(), num_targets(batch["labels"])], dtype=torch.float64)
     loss, count = accelerator.reduce(sums.to(accelerator.device), "sum").tolist()
     return loss / count

@@ -184,6 +184,8 @@ def write_model_card(folder: Path, config: Config, metrics: dict[str, Any]) -> N
             double=" with double quantisation" if quant.double_quant else "",
             double_flag=quant.double_quant,
             block_size=quant.block_size,
+            codebook=quant.codebook.value,
+            codebook_name=quant.codebook.value.upper(),
             **metrics,
         ),
         encoding="utf-8",
@@ -197,7 +199,7 @@ tags: [lora, qlora, 4-bit, lowbit]
 ---
 # QLoRA adapter for {base_name}
 
-LoRA of rank {rank}, alpha {alpha}, on {targets} of an NF4 base (blocks of {block_size}{double}), trained on
+LoRA of rank {rank}, alpha {alpha}, on {targets} of an {codebook_name} base (blocks of {block_size}{double}), trained on
 {data} for {steps} steps ({tokens} tokens) with lowbit.
 
 | held-out, {eval_rows} rows | base | tuned |
@@ -213,7 +215,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 base = AutoModelForCausalLM.from_pretrained(
     "{base}",
     quantization_config=BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double_flag}
+        load_in_4bit=True, bnb_4bit_quant_type="{codebook}", bnb_4bit_use_double_quant={double_flag}
     ),
 )
 model = PeftModel.from_pretrained(base, "<this folder>")

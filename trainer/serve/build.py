@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from trainer.architecture import base_model
 from trainer.config import require
 from trainer.kernels.paged_attention import AttentionBatch, KVCache
 from trainer.serve.adapters import AdapterRegistry, factors_from_module
 from trainer.serve.block_manager import BlockManager
 from trainer.serve.config import ServeConfig
-from trainer.serve.decoder import Decoder, Rows, base_model, check_architecture, decoder_from_module
+from trainer.serve.decoder import Decoder, Rows, check_architecture, decoder_from_module
 from trainer.serve.engine import Engine
 from trainer.serve.metrics import Metrics
 from trainer.serve.model_runner import MAX_LOGIT_ROWS, ModelRunner
@@ -61,7 +62,12 @@ def build_engine(opened: OpenedModel, config: ServeConfig) -> Built:
     )
     config.max_model_len = config.max_model_len or min(longest, LONGEST_DEFAULT)
     parallel = TensorParallel.join(config.tensor_parallel_size, device)
-    decoder = decoder_from_module(opened.module, max_model_len=config.max_model_len, parallel=parallel)
+    decoder = decoder_from_module(
+        opened.module,
+        max_model_len=config.max_model_len,
+        parallel=parallel,
+        screen_greedy=config.screen_greedy,
+    )
     cache, swap = _allocate(decoder, config, parallel)
     ends = eos_token_ids(opened)
     runner = ModelRunner(

@@ -50,6 +50,9 @@ class ServeConfig:
     """A waiting request moves up one priority level each so many steps, so that nobody starves."""
     batch_invariant: bool = True
     """Same prompt, same bits, whatever shares the batch, however it is cut, cached or preempted (CPU)."""
+    screen_greedy: bool = True
+    """Find greedy tokens through an 8-bit copy of the output head, where the processor makes it faster; the tokens stay
+    the exact ones. The copy takes half of the head's memory."""
     num_speculative_tokens: int = 0
     """Tokens that prompt lookup proposes a step; 0 switches it off."""
     check: bool = False

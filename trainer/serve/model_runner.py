@@ -18,7 +18,7 @@ from trainer.serve.decoder import Decoder, Rows
 from trainer.serve.engine import ItemOutput
 from trainer.serve.outputs import TokenLogprob
 from trainer.serve.recording import Recordings
-from trainer.serve.sampler import SampleRow, prompt_logprobs, sample
+from trainer.serve.sampler import SampleRow, likeliest, needs_argmax_only, prompt_logprobs, sample
 from trainer.serve.scheduler import ScheduledSequence, Step
 from trainer.serve.sequence import Sequence
 from trainer.serve.tensor_parallel import TensorParallel
@@ -130,7 +130,7 @@ class ModelRunner:
     # ---- sampling
 
     def _sample(self, scheduled: list[ScheduledSequence], hidden: Tensor, outputs: list[ItemOutput]) -> None:
-        """One row of logits for each sampled token: a sequence's last row and its drafts' rows."""
+        """One row for each sampled token: a sequence's last row and its drafts' rows."""
         row_ids: list[int] = []
         rows: list[SampleRow] = []
         owners: list[tuple[int, int]] = []  # (item, draft position, or -1 - i for twin i)
@@ -149,7 +149,7 @@ class ModelRunner:
             row += item.num_rows
         if not rows:
             return
-        sampled = sample(self._rows_of_logits(hidden, row_ids), rows)
+        sampled = self._tokens(self._rows(hidden, row_ids), rows)
         for (number, position), token in zip(owners, sampled, strict=True):
             output = outputs[number]
             if position < 0:
@@ -157,12 +157,21 @@ class ModelRunner:
             elif position == len(output.tokens) and _accepted(scheduled[number], output.tokens):
                 output.tokens.append(token)
 
-    def _rows_of_logits(self, hidden: Tensor, row_ids: list[int]) -> Tensor:
+    @torch.inference_mode()
+    def _tokens(self, hidden: Tensor, rows: list[SampleRow]) -> list[TokenLogprob]:
+        """A token for each row of hidden states. Only where every row of a step is plainly greedy is there no need for
+        logits: computing them for some rows reads the whole head anyway."""
+        if all(needs_argmax_only(row) for row in rows):
+            token_ids = self.decoder.likeliest(hidden)
+            if token_ids is not None:
+                return likeliest(token_ids)
+        return sample(self._logits(hidden), rows)
+
+    @torch.inference_mode()
+    def _rows(self, hidden: Tensor, row_ids: list[int]) -> Tensor:
         if row_ids == list(range(hidden.shape[0])):
-            return self._logits(hidden)
-        with torch.inference_mode():
-            chosen = embed_tokens(torch.tensor(row_ids, device=hidden.device), hidden)
-        return self._logits(chosen)
+            return hidden
+        return embed_tokens(torch.tensor(row_ids, device=hidden.device), hidden)
 
     def _sample_row(self, sequence: Sequence, drafts: list[int], index: int | None = None) -> SampleRow:
         request, grammar = sequence.request, sequence.grammar

@@ -77,6 +77,22 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> list[TokenLogprob]:
     return _with_logprobs(logits, rows, token_ids)
 
 
+def needs_argmax_only(row: SampleRow) -> bool:
+    """Whether a row's token is the likeliest one of the logits as they come, and nothing else is asked about them."""
+    return row.params.greedy and not _adjusts(row) and not _asks_logprobs(row)
+
+
+def likeliest(token_ids: Tensor) -> list[TokenLogprob]:
+    """What `sample` returns for rows that need the argmax only.
+
+    token_ids  [R] int64, -1 where a row has no finite maximum
+    raises     RuntimeError naming such a row
+    """
+    ids = token_ids.tolist()
+    _check_finite([token_id >= 0 for token_id in ids], "the model's logits")
+    return [TokenLogprob(token_id, 0.0, 0) for token_id in ids]
+
+
 def prompt_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob]:
     """Log-probabilities of given tokens; row i of the logits is what predicted token_ids[i].
 
@@ -99,10 +115,14 @@ def _argmax(logits: Tensor, what: str) -> list[int]:
     else:
         peaks, best = logits.max(-1)
         ids, finite = best.tolist(), peaks.isfinite().tolist()
+    _check_finite(finite, what)
+    return ids
+
+
+def _check_finite(finite: list[bool], what: str) -> None:
     if not all(finite):
         row = finite.index(False)
-        raise RuntimeError(f"{what}: row {row} of {len(ids)} has NaN or no finite maximum; no token can be chosen")
-    return ids
+        raise RuntimeError(f"{what}: row {row} of {len(finite)} has NaN or no finite maximum; no token can be chosen")
 
 
 # ---- masks and penalties
@@ -273,10 +293,14 @@ def _keep_sorted(
 # ---- log-probabilities
 
 
+def _asks_logprobs(row: SampleRow) -> bool:
+    return row.params.logprobs is not None or row.params.best_of > row.params.n
+
+
 def _with_logprobs(logits: Tensor, rows: list[SampleRow], token_ids: list[int]) -> list[TokenLogprob]:
     """The tokens, with log-probabilities where the row asks for them."""
     tokens = [TokenLogprob(token_id, 0.0, 0) for token_id in token_ids]
-    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None or row.params.best_of > row.params.n]
+    asking = [i for i, row in enumerate(rows) if _asks_logprobs(row)]
     if asking:
         asked = logits if len(asking) == len(rows) else logits[asking]
         num_tops = [rows[i].params.logprobs or 0 for i in asking]

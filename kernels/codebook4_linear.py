@@ -1,0 +1,188 @@
+"""y = x W^T over a weight in 4-bit codes (kernels/codebook4.py), with a gradient to x.
+
+    y = round(sum_k x_k W_k)        dx = g W        W = dequantize(codes) in the dtype of x; sums are float32
+
+While few rows share the weight it is decoded beside the dot products, which read an eighth of a float32 weight's bytes;
+from MAX_FUSED_ROWS rows on it is decoded once into a dense matrix that torch multiplies. Nothing dense is kept for the
+backward, which decodes again. On CPUs AVX512-BF16 products take subnormal weights and inputs (below 1.2e-38) for zeros.
+
+The server has its own layout and kernel (kernels/packed_linear.py); this one serves training and evaluation.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from trainer.kernels import _cpp, _tape
+from trainer.kernels._triton import tl, triton
+from trainer.kernels.codebook4 import (
+    DEVICES,
+    DTYPE_IDS,
+    CodebookWeight,
+    check_dtype,
+    check_float16_range,
+    codebook_dequantize_cpu,
+    codebook_dequantize_reference,
+    codebook_dequantize_triton,
+    weight_arguments,
+    weight_tensors,
+)
+from trainer.kernels.double_quant import load_absmax
+
+# 576x1536, bfloat16, 2 Zen 4 cores: 8 rows take 114 us fused and 203 us through a dense weight.
+MAX_FUSED_ROWS = 8
+# BLOCK_M/N/K by size of a float: float32 dots keep their operands in registers, so less fits. Chosen for no spills on
+# sm_80, sm_90, sm_100 and gfx942; not timed there yet.
+LINEAR_TILES = {2: (16, 32, 128), 4: (16, 32, 32)}
+
+
+# ---- reference
+
+
+def codebook_linear_reference(x: Tensor, weight: CodebookWeight) -> Tensor:
+    return x @ codebook_dequantize_reference(weight, dtype=x.dtype).T
+
+
+# ---- C++
+
+
+def codebook_linear_cpu(x: Tensor, weight: CodebookWeight) -> Tensor:
+    num_rows = x.numel() // max(1, x.shape[-1])
+    if num_rows > MAX_FUSED_ROWS or num_rows == 0 or x.dtype == torch.float16:
+        return x @ codebook_dequantize_cpu(weight, dtype=x.dtype).T
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], weight.out_features)
+    _tape.call_beside_torch(
+        _tape.kernel("codebook4_linear", "codebook4_linear"), x, *weight_arguments(weight), num_rows,
+        weight.out_features, weight.in_features, weight.block_size, y, DTYPE_IDS[x.dtype],
+    )  # fmt: skip
+    return y
+
+
+# ---- Triton
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr, packed_ptr, absmax_ptr, nested_absmax_ptr, nested_offset_ptr, map_ptr, codebook_ptr, y_ptr,
+    num_rows, in_features, out_features, stride_x_row, stride_y_row,
+    BLOCK_SIZE: tl.constexpr, DOUBLE_QUANT: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """in_features must be even. Even and odd k are summed in two dots: high nibbles meet x[0::2], low ones x[1::2]."""
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    feature = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, in_features, BLOCK_K):
+        k = start + 2 * tl.arange(0, BLOCK_K // 2)
+        x_mask = (row[:, None] < num_rows) & (k[None, :] < in_features)
+        x_ptrs = x_ptr + row[:, None] * stride_x_row + k[None, :]
+        x_even = tl.load(x_ptrs, mask=x_mask, other=0.0).to(tl.float32).to(DOT)
+        x_odd = tl.load(x_ptrs + 1, mask=x_mask, other=0.0).to(tl.float32).to(DOT)
+        mask = (k[:, None] < in_features) & (feature[None, :] < out_features)
+        element = feature[None, :] * in_features + k[:, None]  # [BLOCK_K / 2, BLOCK_N]
+        packed = tl.load(packed_ptr + element // 2, mask=mask, other=0).to(tl.int32)
+        block = element // BLOCK_SIZE
+        absmax = load_absmax(absmax_ptr, nested_absmax_ptr, nested_offset_ptr, map_ptr, block, mask, DOUBLE_QUANT)
+        high = (tl.load(codebook_ptr + (packed >> 4)) * absmax).to(x_ptr.dtype.element_ty).to(DOT)
+        low = (tl.load(codebook_ptr + (packed & 15)) * absmax).to(x_ptr.dtype.element_ty).to(DOT)
+        acc = tl.dot(x_even, high, acc, input_precision="ieee")
+        acc = tl.dot(x_odd, low, acc, input_precision="ieee")
+    y_mask = (row[:, None] < num_rows) & (feature[None, :] < out_features)
+    y_ptrs = y_ptr + row[:, None] * stride_y_row + feature[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
+
+
+def codebook_linear_triton(x: Tensor, weight: CodebookWeight) -> Tensor:
+    rows = x.reshape(-1, weight.in_features).contiguous()
+    if rows.shape[0] > MAX_FUSED_ROWS or rows.shape[0] == 0 or weight.in_features % 2:
+        return x @ codebook_dequantize_triton(weight, dtype=x.dtype).T
+    y = rows.new_empty(rows.shape[0], weight.out_features)
+    block_m, block_n, block_k = LINEAR_TILES[x.element_size()]
+    _linear_kernel[(triton.cdiv(rows.shape[0], block_m), triton.cdiv(weight.out_features, block_n))](
+        rows, *weight_tensors(weight), y, *rows.shape, weight.out_features, rows.stride(0), y.stride(0),
+        BLOCK_SIZE=weight.block_size, DOUBLE_QUANT=weight.double_quant, DOT=_dot_dtype(x.dtype),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], weight.out_features)
+
+
+def _dot_dtype(dtype: torch.dtype) -> "tl.dtype":
+    """The operand type of tl.dot; Triton's interpreter multiplies bfloat16 bit patterns, so there it is float32."""
+    if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1":
+        return tl.bfloat16
+    return tl.float16 if dtype == torch.float16 else tl.float32
+
+
+# ---- registered op
+
+_IMPLEMENTATIONS = {
+    "reference": codebook_linear_reference,
+    "cpu": codebook_linear_cpu,
+    "triton": codebook_linear_triton,
+}
+
+
+@torch.library.custom_op("lowbit::codebook_linear", mutates_args=())
+def _linear(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    nested_absmax: Tensor | None,
+    nested_offset: Tensor | None,
+    out_features: int,
+    block_size: int,
+    codebook: str,
+) -> Tensor:
+    sizes = out_features, x.shape[-1], block_size, codebook
+    return _run("reference", x, CodebookWeight(packed, absmax, nested_absmax, nested_offset, *sizes))
+
+
+@_linear.register_kernel(DEVICES)
+def _(x, packed, absmax, nested_absmax, nested_offset, out_features, block_size, codebook) -> Tensor:
+    sizes = out_features, x.shape[-1], block_size, codebook
+    weight = CodebookWeight(packed, absmax, nested_absmax, nested_offset, *sizes)
+    return _run(_cpp.choose("codebook4_linear", x.device.type), x, weight)
+
+
+@_linear.register_fake
+def _(x, packed, absmax, nested_absmax, nested_offset, out_features, block_size, codebook) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _run(implementation: str, x: Tensor, weight: CodebookWeight) -> Tensor:
+    check_dtype("x", x.dtype)
+    if x.dtype == torch.float16 and x.device.type == "cpu":  # on a GPU the check would wait for the device each call
+        check_float16_range(weight)
+    return _IMPLEMENTATIONS[implementation](x, weight)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, *weight, ctx.out_features, ctx.block_size, ctx.codebook = inputs
+    ctx.in_features, ctx.dtype = x.shape[-1], x.dtype
+    ctx.save_for_backward(*weight)
+
+
+def _backward(ctx, grad: Tensor):
+    sizes = ctx.out_features, ctx.in_features, ctx.block_size, ctx.codebook
+    grad_x = grad @ torch.ops.lowbit.codebook_dequantize(*ctx.saved_tensors, *sizes, ctx.dtype)
+    return grad_x, *[None] * 7
+
+
+_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+# ---- what the rest of the product calls
+
+
+def codebook_linear(x: Tensor, weight: CodebookWeight) -> Tensor:
+    """y = x W^T over a packed weight; the gradient flows to x only, and no dense weight is kept for it.
+
+    x        [..., in_features] float32, bfloat16 or float16; W is rounded to its dtype, sums are float32
+    returns  [..., out_features] of x's dtype
+    raises   ValueError if in_features does not fit, or if absmax > 65504 with a float16 x on a CPU;
+             TypeError for another dtype
+    """
+    tensors = weight.packed, weight.absmax, weight.nested_absmax, weight.nested_offset
+    return _linear(x, *tensors, weight.out_features, weight.block_size, weight.codebook)
