@@ -20,6 +20,7 @@ look-up. Decoding writes four times the bytes that it reads, so it runs at the s
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from torch import Tensor
 from trainer.kernels import _cpp, _tape
 from trainer.kernels._triton import tl, triton
 from trainer.kernels.double_quant import DYNAMIC_MAP, NESTED_BLOCK_SIZE, dequantize_absmax, dynamic_map, load_absmax
+
+if TYPE_CHECKING:
+    from trainer.kernels.codebook_bits import BitsWeight
 
 # arXiv:2305.14314, appendix E
 NF4_CODEBOOK = (
@@ -51,7 +55,7 @@ _TINY = 1e-38  # keeps 1 / absmax finite
 class Codebook:
     """The tables of one codebook, each for any device.
 
-    values      [16] float32, by code
+    values      [16] float32, by code; fewer in codebook_bits.py
     thresholds  [15] float32, ascending: midpoints of neighbouring values
     order       [16] uint8: the code of each interval between thresholds
     """
@@ -97,15 +101,7 @@ class CodebookWeight:
 
     def __post_init__(self) -> None:
         _check_format(self.codebook, self.block_size)
-        num_blocks = -(-self.numel // self.block_size)
-        _check_buffer("packed", self.packed, torch.uint8, (self.numel + 1) // 2, self)
-        if self.nested_absmax is None:
-            _check_buffer("absmax", self.absmax, torch.float32, num_blocks, self)
-        else:
-            num_nested = -(-num_blocks // NESTED_BLOCK_SIZE)
-            _check_buffer("absmax (with nested_absmax)", self.absmax, torch.uint8, num_blocks, self)
-            _check_buffer("nested_absmax", self.nested_absmax, torch.float32, num_nested, self)
-            _check_buffer("nested_offset", self.nested_offset, torch.float32, 1, self)
+        check_buffers(self, (self.numel + 1) // 2)
 
     @property
     def numel(self) -> int:
@@ -126,17 +122,36 @@ class CodebookWeight:
         return dequantize_absmax(self.absmax, self.nested_absmax, self.nested_offset)
 
 
-# ---- checks shared by all implementations
+# ---- checks shared by all implementations, and with codebook_bits.py
 
 
 def _check_format(codebook: str, block_size: int) -> None:
     if codebook not in CODEBOOKS:
         raise ValueError(f"codebook={codebook!r} is unknown; use one of {', '.join(CODEBOOKS)}")
+    check_block_size(block_size)
+
+
+def check_block_size(block_size: int) -> None:
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size={block_size} is not a power of two in 32..4096; use one of {BLOCK_SIZES}")
 
 
-def _check_buffer(name: str, buffer: Tensor | None, dtype: torch.dtype, numel: int, weight: CodebookWeight) -> None:
+def check_buffers(weight: "CodebookWeight | BitsWeight", num_bytes: int) -> None:
+    """Codes and scales have the dtypes and sizes of the weight, whose codes take num_bytes."""
+    num_blocks = -(-weight.numel // weight.block_size)
+    _check_buffer("packed", weight.packed, torch.uint8, num_bytes, weight)
+    if weight.nested_absmax is None:
+        _check_buffer("absmax", weight.absmax, torch.float32, num_blocks, weight)
+    else:
+        num_nested = -(-num_blocks // NESTED_BLOCK_SIZE)
+        _check_buffer("absmax (with nested_absmax)", weight.absmax, torch.uint8, num_blocks, weight)
+        _check_buffer("nested_absmax", weight.nested_absmax, torch.float32, num_nested, weight)
+        _check_buffer("nested_offset", weight.nested_offset, torch.float32, 1, weight)
+
+
+def _check_buffer(
+    name: str, buffer: Tensor | None, dtype: torch.dtype, numel: int, weight: "CodebookWeight | BitsWeight"
+) -> None:
     if buffer is None or buffer.dtype != dtype or buffer.numel() != numel or not buffer.is_contiguous():
         got = "None" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
         raise ValueError(
@@ -150,7 +165,20 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name} is {dtype}; use one of {', '.join(map(str, DTYPES))}")
 
 
-def check_float16_range(weight: CodebookWeight) -> None:
+def check_out(out: Tensor, weight: "CodebookWeight | BitsWeight") -> None:
+    """out can hold the dense weight."""
+    check_dtype("out", out.dtype)
+    shape = (weight.out_features, weight.in_features)
+    if out.shape != shape or not out.is_contiguous() or out.device != weight.device:
+        raise ValueError(
+            f"out is {tuple(out.shape)} with strides {out.stride()} on {out.device}; the weight needs contiguous "
+            f"{shape} on {weight.device}; give rows of one matrix, not columns"
+        )
+    if out.dtype == torch.float16:
+        check_float16_range(weight)
+
+
+def check_float16_range(weight: "CodebookWeight | BitsWeight") -> None:
     largest = weight.plain_absmax().max().item() if weight.numel else 0.0
     if largest > torch.finfo(torch.float16).max:
         raise ValueError(f"absmax={largest:g} exceeds float16's 65504, use bfloat16 or float32")
@@ -169,16 +197,21 @@ def _raise_not_finite(weight: Tensor) -> None:
 # ---- reference
 
 
-def codebook_quantize_reference(weight: Tensor, *, codebook: str, block_size: int) -> tuple[Tensor, Tensor]:
-    _, thresholds, order = _tables(codebook, weight.device)
+def normalized_blocks(weight: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """w / absmax [num_blocks, block_size] float32, zeros after the last weight, and absmax [num_blocks]."""
     flat = weight.reshape(-1).float()
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block_size)).view(-1, block_size)
     absmax = blocks.abs().amax(1)
     if not torch.isfinite(absmax).all():
         _raise_not_finite(weight)
-    normalized = blocks * (1 / absmax.clamp(min=_TINY))[:, None]
+    return blocks * (1 / absmax.clamp(min=_TINY))[:, None], absmax
+
+
+def codebook_quantize_reference(weight: Tensor, *, codebook: str, block_size: int) -> tuple[Tensor, Tensor]:
+    _, thresholds, order = _tables(codebook, weight.device)
+    normalized, absmax = normalized_blocks(weight, block_size)
     codes = order[torch.bucketize(normalized.view(-1), thresholds)]
-    codes = codes[: flat.numel() + flat.numel() % 2]
+    codes = codes[: weight.numel() + weight.numel() % 2]
     return codes[::2] << 4 | codes[1::2], absmax
 
 
@@ -192,19 +225,27 @@ def codebook_dequantize_reference(weight: CodebookWeight, *, dtype: torch.dtype)
 # ---- C++, on torch's threads: these run between torch's products
 
 
-def codebook_quantize_cpu(weight: Tensor, *, codebook: str, block_size: int) -> tuple[Tensor, Tensor]:
+def quantize_to_nibbles(weight: Tensor, thresholds: Tensor, order: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Packed codes and absmax, as `codebook_quantize` gives them, for any codebook of up to 16 values.
+
+    thresholds [15] float32, ascending, infinite past the last; order [16] uint8: the code of each interval
+    """
     dense = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()
     packed = torch.empty((dense.numel() + 1) // 2, dtype=torch.uint8)
     absmax = torch.empty(-(-dense.numel() // block_size))
     not_finite = torch.zeros((), dtype=torch.int64)
-    tables = CODEBOOKS[codebook]
     _tape.call_beside_torch(
         _tape.kernel("codebook4", "codebook4_quantize"), DTYPE_IDS[dense.dtype], dense, dense.numel(), block_size,
-        tables.thresholds, tables.order, packed, absmax, not_finite,
+        thresholds, order, packed, absmax, not_finite,
     )  # fmt: skip
     if not_finite.item():
         _raise_not_finite(weight)
     return packed, absmax
+
+
+def codebook_quantize_cpu(weight: Tensor, *, codebook: str, block_size: int) -> tuple[Tensor, Tensor]:
+    tables = CODEBOOKS[codebook]
+    return quantize_to_nibbles(weight, tables.thresholds, tables.order, block_size)
 
 
 def weight_arguments(weight: CodebookWeight) -> tuple[Tensor | None, ...]:
@@ -404,15 +445,7 @@ def codebook_dequantize_into(weight: CodebookWeight, out: Tensor) -> None:
     out     [out_features, in_features] float32, bfloat16 or float16, contiguous, on the weight's device; overwritten
     raises  as `codebook_dequantize`, and ValueError if out does not fit
     """
-    check_dtype("out", out.dtype)
-    shape = (weight.out_features, weight.in_features)
-    if out.shape != shape or not out.is_contiguous() or out.device != weight.device:
-        raise ValueError(
-            f"out is {tuple(out.shape)} with strides {out.stride()} on {out.device}; the weight needs contiguous "
-            f"{shape} on {weight.device}; give rows of one matrix, not columns"
-        )
-    if out.dtype == torch.float16:
-        check_float16_range(weight)
+    check_out(out, weight)
     match _cpp.choose("codebook4", weight.device.type):
         case "cpu":
             codebook_dequantize_cpu(weight, dtype=out.dtype, out=out)

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from trainer.kernels.codebook4 import CodebookWeight, codebook_dequantize_into
 from trainer.kernels.codebook4_linear import MAX_FUSED_ROWS, codebook_linear
+from trainer.kernels.codebook_bits import BitsWeight, bits_dequantize_into
 from trainer.kernels.int4 import Int4Weight, int4_dequantize_into
 from trainer.kernels.int8 import Int8Weight, int8_dequantize_into
 
-PackedWeight = CodebookWeight | Int4Weight | Int8Weight
+PackedWeight = CodebookWeight | BitsWeight | Int4Weight | Int8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,10 @@ class FrozenWeight:
     kind     how it is stored: one of `KINDS`
     tensors  dense, decoded   the weight [out_features, in_features], float
              nf4, fp4         packed, absmax, nested_absmax or None, nested_offset or None; see kernels/codebook4.py
+             nf3, nf2         the same; see kernels/codebook_bits.py
              int4             packed, scales, zeros or None, g_idx or None; see kernels/int4.py
              int8             packed, scales; see kernels/int8.py
-    span     weights that share one scale: block_size of nf4 and fp4, group_size of int4 and int8, 0 of the others
+    span     weights that share one scale: block_size of codebooks, group_size of int4 and int8, 0 of the others
     raises   ValueError if the kind is unknown, or if a dense weight has another shape
 
     "dense" never was packed, "decoded" is a copy of a packed weight: they differ in how a bias is rounded.
@@ -94,15 +96,13 @@ class _Kind(NamedTuple):
     """x and a packed weight to x W^T, for up to MAX_FUSED_ROWS rows, decoded beside the sums; None: there is none."""
 
 
-def _fp4(*tensors_and_sizes: Tensor | int | None) -> CodebookWeight:
-    return CodebookWeight(*tensors_and_sizes, codebook="fp4")
-
-
 _PLAIN = ("dense", "decoded")
 _KINDS: dict[str, _Kind | None] = {
     **dict.fromkeys(_PLAIN),
     "nf4": _Kind(CodebookWeight, codebook_dequantize_into, codebook_linear),
-    "fp4": _Kind(_fp4, codebook_dequantize_into, codebook_linear),
+    "fp4": _Kind(functools.partial(CodebookWeight, codebook="fp4"), codebook_dequantize_into, codebook_linear),
+    "nf3": _Kind(functools.partial(BitsWeight, codebook="nf3"), bits_dequantize_into),
+    "nf2": _Kind(functools.partial(BitsWeight, codebook="nf2"), bits_dequantize_into),
     "int4": _Kind(Int4Weight, int4_dequantize_into),
     "int8": _Kind(Int8Weight, int8_dequantize_into),
 }

@@ -5,6 +5,7 @@ here which models those are, and take positions and windows from transformers' o
 """
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -25,6 +26,15 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def base_layer(module: nn.Module) -> nn.Module:
     """The layer under an adapter."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def active_module(module: nn.Module) -> nn.Module:
+    """The module that runs now where PEFT keeps a trained copy (`modules_to_save`) beside the original."""
+    if not isinstance(module, ModulesToSaveWrapper):
+        return module
+    copies = module.modules_to_save
+    names = [] if module.disable_adapters else [name for name in module.active_adapters if name in copies]
+    return copies[names[0]] if names else module.original_module
 
 
 def why_unsupported(config: PretrainedConfig) -> str | None:

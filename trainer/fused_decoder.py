@@ -8,9 +8,11 @@ each: packing costs what its documents cost. Per layer autograd keeps s twice, q
 gate|up; norms, products of gate and up and dense weights are computed again in backward.
 
 A projection whose modules cannot be fused (a trained weight, dropout, several adapters) is called as the module it is.
+DoRA's row factors multiply the product of base and adapter, before bias and residual stream.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from trainer.kernels.rms_norm import rms_norm
 from trainer.kernels.rope import rope
 from trainer.kernels.swiglu import swiglu
 from trainer.linear import QuantLinear
-from trainer.lora import LoraQuantLinear
+from trainer.lora import LoraLinear, frozen_weight
 
 
 class FusedDecoder:
@@ -143,29 +145,46 @@ def _project(
     """The modules' outputs side by side, of norm(x) or swiglu(x), added to the residual stream if there is one."""
     parts = [_frozen(module, decoded, x.dtype) for module in modules]
     if all(part is not None for part in parts):
-        weights, adapters = zip(*parts, strict=True)
-        prologue = None if norm is None else (norm.weight, _eps(norm))
-        return lora_linear(
-            x, weights, adapters, bias=_bias(modules, x), residual=residual, norm=prologue, with_swiglu=with_swiglu
-        )
+        weights, adapters, scales = zip(*parts, strict=True)
+        prologue = {"norm": None if norm is None else (norm.weight, _eps(norm)), "with_swiglu": with_swiglu}
+        bias = _bias(modules, x)
+        if all(scale is None for scale in scales):
+            return lora_linear(x, weights, adapters, bias=bias, residual=residual, **prologue)
+        y = lora_linear(x, weights, adapters, **prologue) * _row_scales(weights, scales).to(x.dtype)
+        y = y if bias is None else y + bias
+        return y if residual is None else residual + y
     h = _norm(x, norm) if norm is not None else swiglu(x) if with_swiglu else x
     outputs = [module(h) for module in modules]
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
     return y if residual is None else residual + y
 
 
-def _frozen(module: nn.Module, decoded: Decoded, dtype: torch.dtype) -> tuple[FrozenWeight, Adapter | None] | None:
-    """Weight and adapter of a module that is a frozen product plus at most one adapter; None for any other."""
-    adapter = None
-    if isinstance(module, LoraQuantLinear):
+class _Part(NamedTuple):
+    """A module that is a frozen product, at most one adapter and at most a factor for each row of the two."""
+
+    weight: FrozenWeight
+    adapter: Adapter | None = None
+    row_scale: Tensor | None = None
+
+
+def _frozen(module: nn.Module, decoded: Decoded, dtype: torch.dtype) -> _Part | None:
+    """What `module` computes, if that is a `_Part`; None for any other."""
+    adapter = row_scale = None
+    if isinstance(module, LoraLinear):
         if not module.fusable:
             return None
-        module, adapter = base_layer(module), module.adapter
+        module, adapter, row_scale = base_layer(module), module.adapter, module.row_scale
     if isinstance(module, QuantLinear):
-        return decoded.get(module) or module.frozen_weight, adapter
+        return _Part(decoded.get(module) or frozen_weight(module), adapter, row_scale)
     if type(module) is nn.Linear and not module.weight.requires_grad and module.weight.dtype == dtype:
-        return FrozenWeight.dense(module.weight), adapter
+        return _Part(frozen_weight(module), adapter, row_scale)
     return None
+
+
+def _row_scales(weights: Sequence[FrozenWeight], scales: Sequence[Tensor | None]) -> Tensor:
+    """[sum of out_features] float32"""
+    ones = [weight.tensors[0].new_ones(weight.out_features, dtype=torch.float32) for weight in weights]
+    return torch.cat([one if scale is None else scale for one, scale in zip(ones, scales, strict=True)])
 
 
 def _bias(modules: Sequence[nn.Module], x: Tensor) -> Tensor | None:

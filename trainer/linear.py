@@ -5,6 +5,7 @@ Codes and scales are plain buffers, so state_dict, safetensors, `.to(device)` an
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,17 +27,15 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.quantizer = weight.quantizer
-        self.register_buffer("packed", weight.packed)
-        self.register_buffer("absmax", weight.absmax)
-        self.register_buffer("nested_absmax", weight.nested_absmax)
-        self.register_buffer("nested_offset", weight.nested_offset)
+        for name, tensor in weight.tensors.items():
+            self.register_buffer(name, tensor)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @property
     def quantized(self) -> QuantizedTensor:
         """The weight as codes and scales; a view of the buffers."""
-        shape = (self.out_features, self.in_features)
-        return QuantizedTensor(self.packed, self.absmax, self.nested_absmax, self.nested_offset, shape, self.quantizer)
+        tensors = {name: getattr(self, name) for name in self.quantizer.tensor_names}
+        return QuantizedTensor(tensors, (self.out_features, self.in_features), self.quantizer)
 
     @property
     def qweight(self) -> Tensor:
@@ -46,9 +45,7 @@ class QuantLinear(nn.Module):
     @property
     def frozen_weight(self) -> FrozenWeight:
         """The weight as a projection of `lora_linear`; a view of the buffers."""
-        tensors = self.packed, self.absmax, self.nested_absmax, self.nested_offset
-        quantizer = self.quantizer
-        return FrozenWeight(quantizer.codebook, tensors, self.out_features, self.in_features, quantizer.block_size)
+        return self.quantized.frozen_weight
 
     def forward(self, x: Tensor, adapter: Adapter | None = None) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -56,11 +53,9 @@ class QuantLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        quantizer = self.quantizer
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"codebook={quantizer.codebook}, block_size={quantizer.block_size}, double_quant={quantizer.double_quant}"
-        )
+        settings = ", ".join(f"{name}={value}" for name, value in self.quantizer.settings.items())
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, {settings}"
 
 
 @dataclass(frozen=True)
@@ -78,17 +73,39 @@ class QuantizationSummary:
         return self.num_quantized / max(1, self.num_total)
 
 
-def quantize_linears(model: nn.Module, quantizer: Quantizer, *, skip: set[nn.Module]) -> QuantizationSummary:
+Pack = Callable[[str, Tensor, Quantizer], QuantizedTensor]
+"""Chooses the codes of one layer from its name, its dense weight and the quantizer that its codes must follow."""
+
+
+def pack_nearest(name: str, weight: Tensor, quantizer: Quantizer) -> QuantizedTensor:
+    """The codes nearest to the weight: what is packed unless an initialisation wants others."""
+    return quantizer.quantize(weight)
+
+
+def linears_to_pack(model: nn.Module, skip: set[nn.Module]) -> list[str]:
+    """The names of the nn.Linear layers of `model` outside `skip`, in the model's order."""
+    return [name for name, layer in model.named_modules() if type(layer) is nn.Linear and layer not in skip]
+
+
+def quantize_linears(
+    model: nn.Module,
+    quantizer: Quantizer | Callable[[str], Quantizer],
+    *,
+    skip: set[nn.Module],
+    pack: Pack = pack_nearest,
+) -> QuantizationSummary:
     """Replace each nn.Linear of `model` by a QuantLinear, in place; `skip` (modules) stays as it is.
 
-    raises  ValueError naming the layer if its weight holds inf or nan
+    quantizer  of all layers, or a function from a layer's name to its own
+    pack       called once a layer, in the model's order; the dense weight is freed when the next layer's turn comes
+    raises     ValueError naming the layer if its weight holds inf or nan, or is not divided by the groups
     """
     num_layers = num_quantized = quantized_bytes = 0
-    for name, layer in list(model.named_modules()):
-        if type(layer) is not nn.Linear or layer in skip:
-            continue
+    for name in linears_to_pack(model, skip):  # not the layers: a list of them would keep every dense weight
+        layer = model.get_submodule(name)
         try:
-            quantized = quantizer.quantize(layer.weight.detach())
+            own = quantizer if isinstance(quantizer, Quantizer) else quantizer(name)
+            quantized = pack(name, layer.weight.detach(), own)
         except ValueError as error:
             raise ValueError(f"{name}.weight: {error}") from None
         parent, _, child = name.rpartition(".")
@@ -104,11 +121,12 @@ def quantize_linears(model: nn.Module, quantizer: Quantizer, *, skip: set[nn.Mod
 def weights_sha256(model: nn.Module) -> str:
     """A hash of every frozen tensor of `model`, packed or not, in order: the base that an adapter belongs to.
 
-    Names are left out, since PEFT changes them; adapters are what is not frozen, or called `lora_`.
+    Names are left out, since PEFT changes them; adapters are what is not frozen, or called as PEFT
+    calls it.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if "lora_" not in name and "modules_to_save" not in name:
+        if not any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens_")):
             digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

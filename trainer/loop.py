@@ -29,7 +29,14 @@ from trainer.config import Config
 from trainer.data.loader import BatchPlan, collate, group_by_length
 from trainer.metrics import MetricSink, ProgressLine, peak_memory_bytes
 from trainer.objective import num_targets
-from trainer.optim import learning_rate
+from trainer.optim import (
+    Optimizer,
+    averaged_weights,
+    learning_rate,
+    set_learning_rate,
+    use_averaged_weights,
+    use_training_weights,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +61,7 @@ class Training:
     run_dir: Path
     accelerator: Accelerator
     objective: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     dataset: Dataset
     plan: BatchPlan
     max_pass_tokens: int
@@ -95,6 +102,7 @@ def train(run: Training, state: TrainState) -> TrainState:
     config, plan, rank = run.config.train, run.plan, run.accelerator.process_index
     session = time.monotonic() - state.wall_s
     run.objective.train()
+    use_training_weights(run.optimizer)
     with StopSignal() as stop, ProgressLine(plan.num_steps, done=state.step, enabled=rank == 0) as progress:
         while state.step < plan.num_steps:
             began = time.monotonic()
@@ -118,7 +126,8 @@ def train(run: Training, state: TrainState) -> TrainState:
                 metrics["row_ids"] = plan.row_ids(state.step - 1)
             last = state.step == plan.num_steps
             if config.eval_every and state.step % config.eval_every == 0 and not last:
-                metrics["eval_loss"] = run.evaluate()
+                with averaged_weights(run.optimizer):
+                    metrics["eval_loss"] = run.evaluate()
                 run.objective.train()
             for sink in run.sinks:
                 sink.log(metrics)
@@ -126,11 +135,13 @@ def train(run: Training, state: TrainState) -> TrainState:
             stopping = _any_process(run.accelerator, stop.requested)
             if last or stopping or (config.save_every and state.step % config.save_every == 0):
                 objective = run.accelerator.unwrap_model(run.objective)
-                path = save_checkpoint(
-                    run.run_dir, state, objective, run.optimizer, run.accelerator, keep=config.keep_checkpoints
-                )
+                with averaged_weights(run.optimizer):
+                    path = save_checkpoint(
+                        run.run_dir, state, objective, run.optimizer, run.accelerator, keep=config.keep_checkpoints
+                    )
                 if stopping:
                     raise Interrupted(path)
+    use_averaged_weights(run.optimizer)
     return state
 
 
@@ -163,8 +174,7 @@ def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, 
             f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no weight was changed. Rows {rows} from "
             f"{origins[:8]}. Look at these rows, or start a new run with a lower optim.lr (now {lr:.2e})"
         )
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
+    set_learning_rate(run.optimizer, lr)
     run.optimizer.step()
     run.optimizer.zero_grad()
     return num_tokens, loss, grad_norm

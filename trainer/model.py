@@ -5,18 +5,21 @@
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from huggingface_hub.errors import HFValidationError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from trainer.config import DType, ModelConfig, QuantConfig, UserError, require
-from trainer.linear import QuantizationSummary, quantize_linears
+from trainer.config import Codebook, DType, MixedBits, ModelConfig, QuantConfig, UserError, require
+from trainer.linear import Pack, QuantizationSummary, linears_to_pack, pack_nearest, quantize_linears
+from trainer.quant_plan import QuantPlan, error_gain, first_layers, log_plan, most_gaining_layers
 from trainer.quantizer import Quantizer
 from trainer.sources.resolve import resolve_model
+from trainer.vocabulary import add_tokens
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,8 @@ def _cpu_multiplies_bfloat16() -> bool:
 def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer in the compute dtype, on the CPU, in eval mode, every parameter frozen.
 
-    raises  UserError if the model is not there, is incomplete or is no causal language model
+    raises  UserError if the model is not there, is incomplete, is no causal language model, or has a token of
+            `model.add_tokens` already
     """
     path, dtype = resolve_model(config), compute_dtype(config.dtype)
     if not sys.stderr.isatty():
@@ -61,7 +65,15 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
         ) from error
     missing = sorted(loading["missing_keys"])
     require(not missing, f"{path} lacks the weights {missing[:3]} ({len(missing)} in all); it would run on random ones")
+    quantized = getattr(model.config, "quantization_config", None)
+    require(
+        quantized is None,
+        f"{path} is quantized already; its packed layers cannot be trained, merged or served here. Give the 16-bit "
+        "model that it was made from",
+    )
     require(tokenizer.eos_token_id is not None, f"{path}: the tokenizer has no eos token; set one in its config")
+    if config.add_tokens:
+        add_tokens(model, tokenizer, config.add_tokens)
     model.requires_grad_(False).eval()
     log.info(
         "model    %s, %.0f M parameters, %s", path, model.num_parameters() / 1e6, str(dtype).removeprefix("torch.")
@@ -69,17 +81,22 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
     return model, tokenizer
 
 
-def prepare_model(model: PreTrainedModel, config: QuantConfig) -> QuantizationSummary:
+def prepare_model(
+    model: PreTrainedModel, config: QuantConfig, *, pack: Pack = pack_nearest, plan: QuantPlan | None = None
+) -> QuantizationSummary:
     """Pack the linear layers of `model` in place; the output head and the embeddings stay in 16 bits.
 
-    raises  UserError if a weight holds inf or nan, or if most weights are not in nn.Linear layers
+    pack    chooses a layer's codes, see `quantize_linears`
+    plan    packs by this plan instead of the config's: that of an adapter which was trained over such a base
+    raises  UserError if a weight holds inf or nan, if groups do not divide a layer, or if most weights are not in
+            nn.Linear layers
     """
-    quantizer = Quantizer(
-        codebook=config.codebook.value, block_size=config.block_size, double_quant=config.double_quant
-    )
     skip: set[nn.Module] = {m for m in (model.get_output_embeddings(), model.get_input_embeddings()) if m is not None}
+    names = linears_to_pack(model, skip)
+    plan = plan or plan_of_config(model, names, config)
+    _require_fitting_groups(model, names, plan)
     try:
-        summary = quantize_linears(model, quantizer, skip=skip)
+        summary = quantize_linears(model, plan.of, skip=skip, pack=pack)
     except ValueError as error:
         raise UserError(f"{error}. The checkpoint is damaged; load another one") from None
     require(
@@ -87,12 +104,55 @@ def prepare_model(model: PreTrainedModel, config: QuantConfig) -> QuantizationSu
         f"only {summary.share:.0%} of {model.config.model_type}'s weights lie in linear layers: {summary.num_layers} "
         "packed layers would leave the model mostly in 16 bits; this architecture is not supported yet",
     )
+    if plan.low is not None:
+        log_plan(plan, names)
     log.info(
         "quantize %d layers to %s, %.3f bits a weight, %.1f MB (%.1f %% of the weights outside the embeddings)",
         summary.num_layers,
-        config.codebook.value,
+        plan,
         8 * summary.quantized_bytes / summary.num_quantized,
         summary.quantized_bytes / 1e6,
         100 * summary.share,
     )
     return summary
+
+
+def quantizer_of(config: QuantConfig) -> Quantizer:
+    """The quantizer that the `quant` section describes; with a bits budget, that of more bits."""
+    settings = ("block_size", "double_quant", "group_size", "symmetric", "divisor", "scale_dtype")
+    return Quantizer(config.codebook.value, **{name: getattr(config, name) for name in settings})
+
+
+def low_quantizer_of(config: QuantConfig) -> Quantizer:
+    """With a bits budget, the quantizer of the layers that get fewer bits."""
+    return replace(quantizer_of(config), codebook=(config.low_codebook or Codebook.nf2).value)
+
+
+def plan_of_config(model: nn.Module, names: list[str], config: QuantConfig) -> QuantPlan:
+    """Which quantizer packs which of the layers `names`, still dense, by the `quant` section."""
+    quantizer = quantizer_of(config)
+    if config.bits_budget is None:
+        return QuantPlan(quantizer)
+    low = low_quantizer_of(config)
+    weights = {name: model.get_submodule(name).weight.detach() for name in names}
+    sizes = {name: weight.numel() for name, weight in weights.items()}
+    if config.mixed is not MixedBits.error:
+        return first_layers(sizes, quantizer, low, bits_budget=config.bits_budget)
+    gains = {name: _error_gain(name, weight, quantizer, low) for name, weight in weights.items()}
+    return most_gaining_layers(sizes, gains, quantizer, low, bits_budget=config.bits_budget)
+
+
+def _error_gain(name: str, weight: Tensor, high: Quantizer, low: Quantizer) -> float:
+    try:
+        return error_gain(weight, high, low)
+    except ValueError as error:
+        raise UserError(f"{name}.weight: {error}. The checkpoint is damaged; load another one") from None
+
+
+def _require_fitting_groups(model: nn.Module, names: list[str], plan: QuantPlan) -> None:
+    """Groups of input features end where each layer's rows end."""
+    for name in names:
+        try:
+            plan.of(name).span(model.get_submodule(name).in_features)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from None

@@ -5,15 +5,18 @@ that accumulation and data parallelism equal the large batch. Only target positi
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from trainer.architecture import base_model
+from trainer.architecture import active_module, base_model
 from trainer.fused_decoder import FusedDecoder, document_positions
 from trainer.kernels.cross_entropy import linear_cross_entropy
+from trainer.neftune import EmbeddingNoise
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +39,23 @@ class NextTokenLoss(nn.Module):
     causal attention a real token never sees what stands to its right.
     """
 
-    def __init__(self, model: PreTrainedModel, *, decoded_bytes: int = 0) -> None:
-        """model: a causal language model, or PEFT's wrapper around one; decoded_bytes: see `FusedDecoder`"""
+    def __init__(self, model: PreTrainedModel, *, decoded_bytes: int = 0, neftune_alpha: float = 0.0) -> None:
+        """model: a causal language model, or PEFT's wrapper around one; decoded_bytes: see `FusedDecoder`
+
+        neftune_alpha  size of the noise on training embeddings; see neftune.py
+        """
         super().__init__()
         self.model = model
-        self._decoder = self._fused_decoder(decoded_bytes)
-        self.fused_head = self._fused_equals_logits()
+        with _evaluating(model):
+            self._decoder = self._fused_decoder(decoded_bytes)
+            self.fused_head = self._fused_equals_logits()
         if not self.fused_head:
             log.warning(
                 "the output head does more than one product; the loss goes through the full logits (more memory)"
             )
+
+        embedding = self._causal_lm.get_input_embeddings()
+        self._noise = EmbeddingNoise(embedding, neftune_alpha) if neftune_alpha else None
 
     @property
     def fused_decoder(self) -> bool:
@@ -64,6 +74,8 @@ class NextTokenLoss(nn.Module):
             labels = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, 1:]], dim=1)
             cu_seqlens = _equal_documents(*input_ids.shape, device=input_ids.device)
             input_ids, labels = input_ids.flatten(), labels.flatten()
+        if self._noise is not None:
+            self._noise.lengths = cu_seqlens.diff()
         keep = (labels[1:] != IGNORE_INDEX).nonzero()[:, 0]
         targets = labels[keep + 1]
         if self.fused_head:
@@ -79,7 +91,7 @@ class NextTokenLoss(nn.Module):
 
     @property
     def _head(self) -> nn.Linear:
-        return self._causal_lm.get_output_embeddings()
+        return active_module(self._causal_lm.get_output_embeddings())
 
     def _hidden_states(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """[T, hidden_size]"""
@@ -113,11 +125,23 @@ class NextTokenLoss(nn.Module):
     @torch.no_grad()
     def _fused_equals_logits(self) -> bool:
         """Try both paths on a few tokens: soft caps, logit scales and head biases show up here."""
-        if type(self._head) is not nn.Linear or self._head.bias is not None:
+        # PEFT's wrapper of a head with trained rows is the product with its `weight`, which has their gradient.
+        head = getattr(self._head, "original_module", self._head)
+        if type(head) is not nn.Linear or head.bias is not None:
             return False
         input_ids = _probe(self._causal_lm)
         direct = self._transformers_hidden_states(input_ids) @ self._head.weight.T
         return torch.allclose(direct, self.model(input_ids=input_ids, use_cache=False).logits.to(direct.dtype))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Two forwards can be compared only without dropout, which an adapter that does not start at zero would show."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    yield
+    for module in training:
+        module.training = True
 
 
 def _probe(model: PreTrainedModel) -> Tensor:

@@ -126,41 +126,7 @@ bool quantize(const T* weight, int64_t numel, int64_t block_size, const Interval
 
 // ---- dequantize: 16 bytes -> 32 weights through the block's table ------------------------------------------------
 
-struct Half {  // float16, so that it is not taken for bfloat16
-    uint16_t bits;
-};
-
-#if !defined(__F16C__) || !defined(__AVX512BW__)
-// Round to nearest even, subnormals kept.
-uint16_t to_float16(float value) {
-#if defined(__F16C__)
-    return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__aarch64__)
-    __fp16 half = value;
-    uint16_t result;
-    std::memcpy(&result, &half, 2);
-    return result;
-#else
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    uint32_t sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
-    if (magnitude >= 0x47800000) return sign | 0x7c00;  // 65536 and more
-    if (magnitude < 0x38800000) {                       // subnormal: adding 0.5 lets the float adder round
-        float shifted;
-        std::memcpy(&shifted, &magnitude, 4);
-        shifted += 0.5f;
-        std::memcpy(&bits, &shifted, 4);
-        return sign | (bits - 0x3f000000);
-    }
-    magnitude += 0xc8000fff + ((magnitude >> 13) & 1);  // exponent bias 127 -> 15, and half a unit
-    return sign | (magnitude >> 13);
-#endif
-}
-#endif
-
 #if defined(__AVX512BW__)
-
-constexpr float kNoSubnormals = 1e-30f;  // a larger scale times any entry but 0 is a normal number
 
 // kStream writes past the caches: `out` must then be aligned to 64 bytes.
 template <bool kStream> void put(void* out, __m512i values) {
@@ -171,23 +137,8 @@ template <bool kStream> void put(void* out, __m512i values) {
 // The 16 weights of a block, twice, so that bit 4 of an index does not matter.
 template <typename T> struct Table {
     __m512i entries;
-    Table(const float* codebook, float scale) {
-        const __m512 values = _mm512_mul_ps(_mm512_loadu_ps(codebook), _mm512_set1_ps(scale));
-        if constexpr (std::is_same_v<T, Half>) {
-            entries = _mm512_broadcast_i64x4(_mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-            return;
-        }
-#if defined(__AVX512BF16__)
-        if (scale > kNoSubnormals) {  // one instruction, but it takes subnormals for zeros
-            entries = (__m512i)_mm512_cvtne2ps_pbh(values, values);
-            return;
-        }
-#endif
-        const __m512i bits = _mm512_castps_si512(values), one = _mm512_set1_epi32(1);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
-        const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-        entries = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
-    }
+    Table(const float* codebook, float scale)
+        : entries(words_twice<T>(_mm512_mul_ps(_mm512_loadu_ps(codebook), _mm512_set1_ps(scale)), scale)) {}
     template <bool kStream> void expand(const uint8_t* bytes, T* out) const {
         // Byte j / 2 goes into the high half of word j; times 16 (even j) or 256 (odd j), the product's high half has
         // code j in its low 4 bits. A multiplication, since shifts and look-ups wait for the same units on Zen 4.
@@ -229,14 +180,10 @@ template <> struct Table<float> {
 
 #else
 
-float as(const float*, float value) { return value; }
-uint16_t as(const uint16_t*, float value) { return to_bfloat16(value); }
-Half as(const Half*, float value) { return {to_float16(value)}; }
-
 template <typename T> struct Table {
     T entries[16];
     Table(const float* codebook, float scale) {
-        for (int i = 0; i < 16; i++) entries[i] = as(static_cast<const T*>(nullptr), codebook[i] * scale);
+        for (int i = 0; i < 16; i++) entries[i] = rounded<T>(codebook[i] * scale);
     }
     template <bool> void expand(const uint8_t* bytes, T* out) const {
 #if defined(__AVX2__)

@@ -1,4 +1,4 @@
-// What the kernels of 4-bit codebooks share: scales and vector headers. Formulas and bytes are in kernels/codebook4.py.
+// What the kernels of codebooks share: scales, rounding and vector headers. Formulas and bytes: kernels/codebook4.py.
 
 #pragma once
 
@@ -88,5 +88,60 @@ class Absmax {
     const float* nested_offset_;
     const float* map_;
 };
+
+struct Half {  // float16, so that it is not taken for bfloat16
+    uint16_t bits;
+};
+
+// Round to nearest even, subnormals kept.
+inline uint16_t to_float16(float value) {
+#if defined(__F16C__)
+    return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    __fp16 half = value;
+    uint16_t result;
+    std::memcpy(&result, &half, 2);
+    return result;
+#else
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    uint32_t sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude >= 0x47800000) return sign | 0x7c00;  // 65536 and more
+    if (magnitude < 0x38800000) {                       // subnormal: adding 0.5 lets the float adder round
+        float shifted;
+        std::memcpy(&shifted, &magnitude, 4);
+        shifted += 0.5f;
+        std::memcpy(&bits, &shifted, 4);
+        return sign | (bits - 0x3f000000);
+    }
+    magnitude += 0xc8000fff + ((magnitude >> 13) & 1);  // exponent bias 127 -> 15, and half a unit
+    return sign | (magnitude >> 13);
+#endif
+}
+
+// `value` as a table holds it: float, uint16_t (bfloat16) or Half.
+template <typename T> T rounded(float value) {
+    if constexpr (std::is_same_v<T, float>) return value;
+    else if constexpr (std::is_same_v<T, Half>) return {to_float16(value)};
+    else return to_bfloat16(value);
+}
+
+#if defined(__AVX512BW__)
+constexpr float kNoSubnormals = 1e-30f;  // a larger scale times any entry but 0 is a normal number
+
+// 16 values as words of T (Half or bfloat16), twice; `scale` is the largest of their magnitudes.
+template <typename T> __m512i words_twice(__m512 values, [[maybe_unused]] float scale) {
+    if constexpr (std::is_same_v<T, Half>) {
+        return _mm512_broadcast_i64x4(_mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+#if defined(__AVX512BF16__)
+    if (scale > kNoSubnormals) return (__m512i)_mm512_cvtne2ps_pbh(values, values);  // takes subnormals for zeros
+#endif
+    const __m512i bits = _mm512_castps_si512(values), one = _mm512_set1_epi32(1);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
+}
+#endif
 
 }  // namespace lowbit

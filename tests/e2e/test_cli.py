@@ -43,7 +43,7 @@ def test_without_arguments_the_recipes_are_listed(train):
 
 def test_help_is_for_people(train):
     text = train("--help").stdout
-    assert "quant.block_size = 64" in text and "smollm2_135m" in text and "resume=latest" in text
+    assert "quant.codebook = nf4" in text and "smollm2_135m" in text and "resume=latest" in text
 
 
 def test_a_mistake_is_one_line_and_leaves_nothing(train, tmp_path):

@@ -1,5 +1,6 @@
 """Exact resume: killed at any step, in any epoch, a run goes on with bit-identical losses."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
 from tests.e2e.conftest import command, environment, losses
@@ -72,6 +74,61 @@ def test_a_killed_run_resumes_bit_identical(tmp_path, here, jsonl, optimizer, st
     tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf)]  # bitsandbytes nests its 8-bit state
     eight_bit = any(tensor.dtype is torch.uint8 for tensor in tensors)
     assert eight_bit == (optimizer == "adamw_8bit")  # bitsandbytes keeps tensors under 4096 values in float32
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("optim.name=lion", "optim.weight_decay=0.1"),
+        ("optim.name=lion_8bit", "lora.rank=64"),  # tensors of 4096 values, below which bitsandbytes keeps float32
+        ("optim.name=adamw_schedule_free", "optim.schedule=constant"),
+        ("optim.schedule=wsd", "optim.layer_decay=0.7", "optim.lora_plus_ratio=4"),
+        ("conf=full", "optim.name=muon", "optim.weight_decay=0.1", "optim.layer_decay=0.9"),
+    ],
+)
+def test_a_run_that_lost_its_end_resumes_bit_identical(tmp_path, here, jsonl, settings):
+    """Back to step 6, whose checkpoint was written between evaluations that a run to resume has seen as well."""
+    full = "conf=full" in settings
+    shared = [setting for setting in SETTINGS if not full or setting not in ("conf=qlora", "lora.dropout=0.2")]
+    settings = (*shared, f"data.path={jsonl}", "train.eval_every=4", "train.keep_checkpoints=9", *settings)
+    run_dir = here(*settings, f"output_dir={tmp_path / 'run'}")
+    whole, results = losses(run_dir), [run_dir / "metrics.json", *run_dir.glob("export/*/*.safetensors")]
+    contents = [measured(path) for path in results]
+    assert len(results) == 2 and len(set(whole.values())) == 16
+    for path in results:
+        path.unlink()
+    for path in (run_dir / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step_")) > 6:
+            shutil.rmtree(path)
+    here(f"resume={run_dir}")
+    assert losses(run_dir) == whole
+    assert [measured(path) for path in results] == contents
+
+
+def measured(path):
+    """A file's bytes, or of metrics.json the held-out losses."""
+    if path.name != "metrics.json":
+        return path.read_bytes()
+    return [json.loads(path.read_text())[key] for key in ("eval_loss_base", "eval_loss")]
+
+
+def test_a_schedule_free_run_is_judged_and_exported_at_its_average(tmp_path, here, jsonl):
+    """Checkpoint, export and held-out losses are of the average; looking at it while training changes no loss."""
+    settings = (*SETTINGS, f"data.path={jsonl}", "optim.name=adamw_schedule_free", "optim.schedule=constant")
+    settings = (*settings, "optim.warmup_ratio=0")  # or half a run would have another warm-up than a whole one
+    looked = here(*settings, "train.eval_every=1", "train.save_every=1", f"output_dir={tmp_path / 'looked'}")
+    half = here(*settings, "train.max_steps=8", "train.save_every=0", f"output_dir={tmp_path / 'half'}")
+    lines = [json.loads(line) for line in (looked / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"]: line["loss"] for line in lines[:8]} == losses(half)
+    assert lines[7]["eval_loss"] == json.loads((half / "metrics.json").read_text())["eval_loss"]
+    newest = looked / "checkpoints" / "step_16"
+    points = torch.load(newest / "optimizer.pt", weights_only=True)["state"].values()
+    averages = [point["y"].lerp(point["z"], 1 - 1 / 0.9) for point in points]  # y = 0.1 z + 0.9 x, solved for x
+    exported = load_file(looked / "export" / "adapter" / "adapter_model.safetensors")
+    for name, saved in load_file(newest / "trainable.safetensors").items():
+        assert any(torch.equal(saved, average) for average in averages)
+        assert not any(torch.equal(saved, point["y"]) for point in points)
+        assert torch.equal(saved, exported[name.removeprefix("model.").replace(".default.", ".")])
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, here, jsonl):

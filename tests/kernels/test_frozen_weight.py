@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.kernels import codebook4, frozen_weight
+from trainer.kernels import codebook4, codebook_bits, frozen_weight
 from trainer.kernels.double_quant import quantize_absmax
 from trainer.kernels.frozen_weight import KINDS, FrozenWeight, multiply, multiply_transposed
 from trainer.kernels.int4 import int4_dequantize, int4_quantize
@@ -25,6 +25,13 @@ def packed(kind: str, dense: Tensor, *, double_quant: bool = True) -> tuple[Froz
             tensors = (codes, *(quantize_absmax(absmax) if double_quant else (absmax, None, None)))
             weight = codebook4.CodebookWeight(*tensors, *sizes, 32, kind)
             return FrozenWeight(kind, tensors, *sizes, 32), lambda dtype: codebook4.codebook_dequantize(
+                weight, dtype=dtype
+            )
+        case "nf3" | "nf2":
+            codes, absmax = codebook_bits.bits_quantize(dense, codebook=kind, block_size=32)
+            tensors = (codes, *(quantize_absmax(absmax) if double_quant else (absmax, None, None)))
+            weight = codebook_bits.BitsWeight(*tensors, *sizes, 32, kind)
+            return FrozenWeight(kind, tensors, *sizes, 32), lambda dtype: codebook_bits.bits_dequantize(
                 weight, dtype=dtype
             )
         case "int4":
@@ -59,7 +66,10 @@ def test_decodes_as_its_own_kernel(kind: str, double_quant: bool, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kinds", [("nf4", "nf4"), ("nf4", "dense", "int8"), ("fp4",), ("dense", "decoded"), ("int4",)])
+@pytest.mark.parametrize(
+    "kinds",
+    [("nf4", "nf4"), ("nf4", "dense", "int8"), ("nf4", "nf2", "nf3"), ("fp4",), ("dense", "decoded"), ("int4",)],
+)
 @pytest.mark.parametrize("rows", [0, 1, 8, 9, 40])  # up to 8 the codebooks are decoded beside the sums
 def test_products_are_those_of_the_stacked_matrix(rows: int, kinds: tuple[str, ...], dtype: torch.dtype) -> None:
     weights, stack = [], []

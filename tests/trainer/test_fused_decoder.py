@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import LoraConfig, QuantConfig
 from trainer.fused_decoder import FusedDecoder, document_positions
-from trainer.lora import LoraQuantLinear, attach_lora
+from trainer.lora import LoraLinear, attach_lora
 from trainer.model import prepare_model
 from trainer.objective import NextTokenLoss
 
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_transformers(model_type: str, recompute: bool) -
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     peft_model = attach_lora(model, LoraConfig(rank=4), seed=0).train()
-    for layer in (m for m in peft_model.modules() if isinstance(m, LoraQuantLinear)):
+    for layer in (m for m in peft_model.modules() if isinstance(m, LoraLinear)):
         nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
     ids = torch.randint(0, 250, (3, 12))
     objective = NextTokenLoss(peft_model)

@@ -4,7 +4,7 @@ from torch import nn
 
 from trainer.config import LoraConfig, ModelConfig, ModelSource, QuantConfig, UserError
 from trainer.linear import QuantLinear, quantize_linears, weights_sha256
-from trainer.lora import LoraQuantLinear, attach_lora
+from trainer.lora import LoraLinear, attach_lora
 from trainer.model import load_model, prepare_model
 from trainer.objective import NextTokenLoss
 from trainer.quantizer import Quantizer
@@ -51,6 +51,35 @@ def test_state_dict_round_trip():
     other.load_state_dict(one.state_dict())
     x = torch.randn(5, 96)
     assert torch.equal(one(x), other(x)) and weights_sha256(one) == weights_sha256(other)
+
+
+BUFFERS = {
+    **dict.fromkeys(("nf4", "fp4", "nf3", "nf2"), ["packed", "absmax", "nested_absmax", "nested_offset"]),
+    "int4": ["packed", "scales"],
+    "int8": ["packed", "scales"],
+}
+
+
+@pytest.mark.parametrize(("codebook", "names"), BUFFERS.items())
+def test_every_base_multiplies_its_dequantized_weight(codebook, names):
+    """Its tensors are buffers under names that checkpoints and `weights_sha256` rely on, in this order."""
+    model, quantizer = small(), Quantizer(codebook, group_size=-1 if codebook == "int4" else None)
+    dense, bias = quantizer.quantize(model[0].weight).dequantize(torch.float32), model[0].bias
+    quantize_linears(model, quantizer, skip=set())
+    assert [key.removeprefix("0.") for key in model.state_dict() if key.startswith("0.")] == ["bias", *names]
+    assert torch.equal(model[0].quantized.dequantize(torch.float32), dense)
+    for rows in (1, 50):  # decoded beside the sums, and a dense product
+        x = torch.randn(rows, 96, requires_grad=True)
+        y = model[0](x)
+        torch.testing.assert_close(y, x @ dense.T + bias, rtol=1e-4, atol=1e-5)  # order of sums
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(grad, dense.sum(0).expand(rows, -1), rtol=1e-4, atol=1e-5)
+
+
+def test_each_layer_can_have_its_own_quantizer():
+    model = small()
+    quantize_linears(model, lambda name: Quantizer("nf2" if name == "0" else "int8"), skip=set())
+    assert [model[i].quantizer.codebook for i in (0, 2)] == ["nf2", "int8"]
 
 
 def test_the_hash_sees_one_code():
@@ -106,11 +135,11 @@ def test_dropout_and_fused_path_agree_when_nothing_is_dropped(tiny):
     model, _ = tiny
     prepare_model(model, QuantConfig())
     peft_model = attach_lora(model, LoraConfig(rank=4, dropout=0.5), seed=0)
-    for layer in (m for m in peft_model.modules() if isinstance(m, LoraQuantLinear)):
+    for layer in (m for m in peft_model.modules() if isinstance(m, LoraLinear)):
         nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
     ids = torch.randint(0, 250, (2, 9))
     fused = peft_model.eval()(ids).logits
-    for layer in (m for m in peft_model.modules() if isinstance(m, LoraQuantLinear)):
+    for layer in (m for m in peft_model.modules() if isinstance(m, LoraLinear)):
         layer.lora_dropout["default"].p = 0.0
     torch.testing.assert_close(peft_model.train()(ids).logits, fused, rtol=1e-4, atol=1e-5)  # order of sums
 

@@ -44,10 +44,12 @@ def _figures(metrics: dict[str, Any]) -> Table:
 
 def _side_by_side(sample: Sample) -> Panel:
     table = Table.grid(padding=(0, 2), expand=True)
-    for name in ("held-out answer", "base", "tuned"):
+    answers = {"held-out answer": sample.reference, "base": sample.base, "tuned": sample.tuned}
+    answers = {name: text for name, text in answers.items() if text is not None}
+    for name in answers:
         table.add_column(name, ratio=1)
-    table.add_row("[bold]held-out answer", "[bold]base", "[bold]tuned")
-    table.add_row(*(_shorten(text) for text in (sample.reference, sample.base, sample.tuned)))
+    table.add_row(*(f"[bold]{name}" for name in answers))
+    table.add_row(*(_shorten(text) for text in answers.values()))
     return Panel(table, title=_shorten(sample.prompt, 100), title_align="left")
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.data.formats import Row
 
@@ -15,19 +15,22 @@ class Sample:
 
     prompt: str
     reference: str
-    base: str
+    base: str | None
+    """None where every weight was trained: the base is gone."""
     tuned: str
 
 
 def sample_answers(
-    model: PeftModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, max_new_tokens: int
+    model: PeftModel | PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, max_new_tokens: int
 ) -> list[Sample]:
     """Greedy answers to each row's prompt, with the adapter off and on."""
     samples = []
     for row in rows:
         prompt, reference, input_ids = _prompt(row, tokenizer)
-        with model.disable_adapter():
-            base = _continue(model, tokenizer, input_ids, max_new_tokens)
+        base = None
+        if isinstance(model, PeftModel):
+            with model.disable_adapter():
+                base = _continue(model, tokenizer, input_ids, max_new_tokens)
         samples.append(Sample(prompt, reference, base, _continue(model, tokenizer, input_ids, max_new_tokens)))
     return samples
 
@@ -44,7 +47,9 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, lis
 
 
 @torch.inference_mode()
-def _continue(model: PeftModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], max_new_tokens: int) -> str:
+def _continue(
+    model: PeftModel | PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], max_new_tokens: int
+) -> str:
     input_ids = torch.tensor([ids], device=model.device)
     output = model.generate(
         input_ids=input_ids,

@@ -9,16 +9,20 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from trainer.config import UserError, require
-from trainer.export.adapter import AdapterFactors, check_base, read_adapter_factors
+from trainer.export.adapter import AdapterFactors, check_base, read_adapter_factors, read_identity
 from trainer.kernels.lora_rows import MAX_RANK, LoraTable
+from trainer.lora import LoraLinear
 from trainer.serve.decoder import Decoder, Linear
 from trainer.serve.tensor_parallel import TensorParallel
+from trainer.vocabulary import check_tokenizer
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +57,8 @@ class AdapterRegistry:
     base_sha256: str
     parallel: TensorParallel = TensorParallel()
     by_name: dict[str, Adapter] = field(default_factory=dict)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """What requests are tokenized with; an adapter that was trained with another one is refused."""
 
     def __post_init__(self) -> None:
         self._free_slots = list(reversed(range(self.max_loras)))
@@ -73,6 +79,8 @@ class AdapterRegistry:
         path = Path(folder).expanduser()
         require(path.is_dir(), f"lora_path={folder} is not a folder; give one that holds adapter_config.json")
         check_base(path, self.base_sha256)
+        if self.tokenizer is not None:
+            check_tokenizer(self.tokenizer, read_identity(path), folder)
         factors = read_adapter_factors(path)
         self._check(factors, folder)
         return factors
@@ -136,6 +144,14 @@ class AdapterRegistry:
             linear.lora.set(slot, part, lora_A, lora_B, scaling)
 
     def _check(self, factors: AdapterFactors, source: str) -> None:
+        for ids, rows in (pair for module, pair in factors.token_rows.items() if module == "embed_tokens"):
+            embedding = self.decoder.embedding
+            known = max(ids) < len(embedding) and torch.equal(embedding[ids], rows.to(embedding))
+            require(
+                known,
+                f"{source} brings trained rows of the tokens {ids}, which the running model does not have; start the "
+                f"server with model={source}, or merge the adapter and serve the merged model",
+            )
         for module, (lora_A, lora_B, _) in factors.factors.items():
             if module not in self._linears:
                 raise UserError(
@@ -181,7 +197,9 @@ def factors_from_module(model: nn.Module) -> AdapterFactors | None:
             continue
         require(len(active) == 1, f"{name} has the active adapters {active}; activate one")
         _check_plain_lora(name, module, active[0])
-        weights = module.lora_A[active[0]].weight, module.lora_B[active[0]].weight
+        ours = isinstance(module, LoraLinear)  # whose update may have a frozen part
+        plain = (module.lora_A[active[0]].weight, module.lora_B[active[0]].weight)
+        weights = module.factors(active[0]) if ours else plain
         name = name.removeprefix("base_model.model.").removeprefix("model.")
         factors[name] = (*(weight.detach() for weight in weights), module.scaling[active[0]])
     return AdapterFactors.of(factors) if factors else None

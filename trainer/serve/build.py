@@ -103,7 +103,7 @@ def build_engine(opened: OpenedModel, config: ServeConfig) -> Built:
         cache_dtype=config.kv_cache_dtype,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    registry = AdapterRegistry(decoder, config.max_loras, opened.base_sha256, parallel)
+    registry = AdapterRegistry(decoder, config.max_loras, opened.base_sha256, parallel, tokenizer=opened.tokenizer)
     built = Built(engine, runner, registry, opened.name, None)
     if parallel.rank == 0:
         _load_adapters(built, opened)

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.compose import read_run_config
 from trainer.config import Codebook, DType, ModelConfig, ModelSource, QuantConfig, UserError, require
-from trainer.export.adapter import read_identity
+from trainer.export.adapter import base_plan, put_token_rows, read_identity
+from trainer.export.base_codes import restore_base
 from trainer.linear import weights_sha256
 from trainer.model import load_model, prepare_model
 from trainer.serve.config import ServeConfig
@@ -65,7 +66,11 @@ def _open_run(run: Path, config: ServeConfig) -> OpenedModel:
     if config.dtype != "auto":
         trained.model.dtype = DType(config.dtype)
     quant = trained.quant if config.quantization is None else _quantization(config.quantization)
-    adapter = run / "export" / "adapter"
+    adapter, merged = run / "export" / "adapter", run / "export" / "merged"
+    if (merged / "config.json").is_file() and not adapter.exists():
+        model = ModelConfig(ModelSource.folder, str(merged), dtype=trained.model.dtype)
+        config.served_model_name = config.served_model_name or run.name
+        return _open_base(model, _quantization(config.quantization), config)
     require(
         (adapter / "adapter_config.json").is_file(),
         f"{run} holds no export/adapter; let the run finish (resume={run}), or give another model",
@@ -78,12 +83,8 @@ def _open_adapter(folder: Path, config: ServeConfig) -> OpenedModel:
     require(
         bool(base), f"{folder}/adapter_config.json names no base model; serve the base and load the adapter over it"
     )
-    identity = read_identity(folder)
-    quant = _quantization(config.quantization)
-    if config.quantization is None and identity:
-        quantizer = identity["quantizer"]
-        quant = QuantConfig(Codebook(quantizer["codebook"]), quantizer["block_size"], quantizer["double_quant"])
     base_config = _model_config(base, Path(base), config)
+    quant = _quantization(config.quantization)
     return _open_base(base_config, quant, config, adapter=folder, adapter_name=folder.resolve().name)
 
 
@@ -98,10 +99,18 @@ def _open_base(
     if adapter is not None and model_config.dtype is DType.auto:
         # What was auto when the adapter was trained: embeddings and norms in another dtype are another base.
         model_config.dtype = DType(read_identity(adapter).get("dtype", "auto"))
+    if adapter is not None:
+        model_config.add_tokens = list(read_identity(adapter).get("added_tokens", {}))
     module, tokenizer = load_model(model_config)
-    if quant is not None:
-        prepare_model(module, quant)
+    # As the adapter's base was packed, unless the user wants another one: its plan says more than the run's config.
+    plan = None if adapter is None or config.quantization is not None else base_plan(adapter)
+    if plan is not None or (quant is not None and quant.codebook is not Codebook.none):
+        prepare_model(module, quant or QuantConfig(), plan=plan)
+        if adapter is not None:
+            restore_base(module, adapter, read_identity(adapter))
     sha256 = weights_sha256(module)
+    if adapter is not None and model_config.add_tokens:
+        put_token_rows(module, adapter)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)  # Triton launches on the current device, wherever the tensors are
