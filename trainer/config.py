@@ -357,15 +357,15 @@ class QuantConfig:
     double_quant: bool | None = None
     """nf4, fp4, nf3, nf2: store each scale in 8 bits too, 0.127 instead of 0.5 bits a weight; null for true."""
     group_size: int | None = None
-    """int4, int8: input features that share one scale: 32, 64, 128, or -1 for a row; null for 32 (int4), a row (int8)."""
+    """int4, int8: input features that share one scale: 32, 64, 128 or -1 for a row; null for 32 (int4), -1 (int8)."""
     symmetric: bool | None = None
     """int4: no zero point; null for true."""
     divisor: float | None = None
     """int4, symmetric: a scale is the group's largest weight over 7, 7.5 or 8; null for 7."""
     scale_dtype: ScaleDType | None = None
-    """int4, int8: what scales are rounded to before float32 stores them: float32, bfloat16 or float16; null for float32."""
+    """int4, int8: float32, bfloat16 or float16, to which scales are rounded (float32 stores them); null for float32."""
     bits_budget: float | None = None
-    """Average bits of a code, scales aside, e.g. 2.5: some layers get `codebook`, the others `low_codebook`; null for
+    """Average bits of a code, scales aside, e.g. 2.5: some layers get `codebook`, others `low_codebook`; null for
     `codebook` everywhere."""
     low_codebook: Codebook | None = None
     """With bits_budget: nf2 or nf3, of the layers that get fewer bits; null for nf2."""
