@@ -105,6 +105,7 @@ def test_readme_tree_is_the_disk():
     product = (
         "trainer/**/*.py",
         "kernels/*.py",
+        "kernels/*.json",
         "kernels/cpp/*",
         "conf/**/*.yaml",
         "scripts/*.py",

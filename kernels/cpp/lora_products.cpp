@@ -70,6 +70,10 @@ inline uint32_t word_at(const uint16_t* p) {
 inline uint32_t pair(float low, float high) {
     return lowbit::to_bfloat16(low) | static_cast<uint32_t>(lowbit::to_bfloat16(high)) << 16;
 }
+// Into the second cache what this core will read next: these matrices are larger, and a tile's rows are too many streams
+// for the processor to foresee. 64 bytes are a cache line.
+constexpr int64_t kLine = 32;
+inline void fetch(const uint16_t* p) { __builtin_prefetch(p, 0, 2); }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Memory of one thread for one purpose, kept from call to call.
@@ -141,7 +145,11 @@ void thin_tile(const uint16_t* x, int64_t x_stride, int64_t features, const uint
             for (int v = 0; v < V; v++) sums[r][v] = dot(sums[r][v], a, factor[v]);
         }
     };
-    for (int64_t p = 0; p < features / 2; p++) add(p, word_at);
+    for (int64_t p = 0; p < features / 2;) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) fetch(x + (r + R) * x_stride + 2 * p);
+        for (const int64_t end = std::min(p + kLine / 2, features / 2); p < end; p++) add(p, word_at);
+    }
     if (features % 2) add(features / 2, [](const uint16_t* last) { return static_cast<uint32_t>(*last); });
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
@@ -225,9 +233,11 @@ void wide_tile(uint16_t* y, int64_t y_stride, const uint16_t* residual, int64_t 
                int64_t pairs, const uint32_t* packed) {
     Floats sums[R][kWideVectors];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++) {
+        for (int64_t i = 0; i < kWideColumns; i += kLine) fetch(y + (r + R) * y_stride + i);
 #pragma GCC unroll 16
         for (int v = 0; v < kWideVectors; v++) sums[r][v] = load(y + r * y_stride + v * kWidth, Full{});
+    }
     for (int64_t p = 0; p < pairs; p++) {
         Words factor[kWideVectors];
 #pragma GCC unroll 16
@@ -391,6 +401,10 @@ const float* tall(const uint16_t* g, int64_t g_stride, int64_t rows, int64_t col
         const int64_t end = std::min(rows, row + kTallRows), pairs = ceil_div(end - row, 2);
         for (int64_t p = 0; p < pairs; p++) {
             const uint16_t* low = g + (row + 2 * p) * g_stride;
+            for (int64_t i = 0; i < columns; i += kLine) {
+                fetch(low + kTallRows * g_stride + i);
+                fetch(low + (kTallRows + 1) * g_stride + i);
+            }
             interleave(low, row + 2 * p + 1 < end ? low + g_stride : nullptr, columns, g_pairs + p * kTallChunk);
         }
         for (int64_t column = 0; column < columns; column += kTallColumns) {

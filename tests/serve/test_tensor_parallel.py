@@ -11,7 +11,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trainer.config import UserError
-from trainer.kernels.nf4 import NF4Weight, nf4_dequantize_reference, nf4_quantize
+from trainer.fake_quant import fake_quantize_linears
+from trainer.kernels.codebook4 import CodebookWeight, codebook_quantize
+from trainer.kernels.fake_quant import Grid
+from trainer.kernels.int4 import Int4Weight, int4_quantize
+from trainer.kernels.int8 import int8_quantize
+from trainer.kernels.packed_linear import QuantizedWeight, decode
+from trainer.serve.config import ServeConfig
+from trainer.serve.decoder import decoder_from_module
 from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows
 from trainer.sources.tiny import tiny_model
 
@@ -71,28 +78,68 @@ def answers(folder: Path, quantization: str, size: int) -> list[list[int]]:
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("quantization", ["none", "nf4", "fp4", "int4"])
 def test_two_processes_equal_one(folder: Path, quantization: str) -> None:
     alone = answers(folder, quantization, 1)
     assert len({tuple(tokens) for tokens in alone}) > 4, "the answers say nothing if they are all alike"
     assert answers(folder, quantization, 2) == alone
 
 
-def test_slices_are_the_dense_slices() -> None:
-    packed, absmax = nf4_quantize(torch.randn(8, 256), block_size=64)
-    weight = NF4Weight(packed, absmax, None, None, 8, 256, 64)
-    dense = nf4_dequantize_reference(weight, dtype=torch.float32)
+def codebook_weight(codebook: str, *shape: int) -> CodebookWeight:
+    packed, absmax = codebook_quantize(torch.randn(shape), codebook=codebook, block_size=64)
+    return CodebookWeight(packed, absmax, None, None, *shape, 64, codebook)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        codebook_weight("nf4", 8, 256),
+        codebook_weight("fp4", 8, 256),
+        int4_quantize(torch.randn(8, 256), group_size=64),
+        int4_quantize(torch.randn(8, 256), group_size=32, symmetric=False),
+        int8_quantize(torch.randn(8, 256), group_size=128),
+    ],
+    ids=["nf4", "fp4", "int4", "int4-asymmetric", "int8"],
+)
+def test_slices_are_the_dense_slices(weight: QuantizedWeight) -> None:
+    dense = decode(weight, dtype=torch.float32)
     second = TensorParallel(1, 2)
-    rows = nf4_dequantize_reference(slice_rows(weight, second.slice(8)), dtype=torch.float32)
-    columns = nf4_dequantize_reference(slice_columns(weight, second.slice(256)), dtype=torch.float32)
-    assert torch.equal(rows, dense[4:]) and torch.equal(columns, dense[:, 128:])
+    rows, columns = slice_rows(weight, second.slice(8)), slice_columns(weight, second.slice(256))
+    assert type(rows) is type(columns) is type(weight)
+    assert torch.equal(decode(rows, dtype=torch.float32), dense[4:])
+    assert torch.equal(decode(columns, dtype=torch.float32), dense[:, 128:])
 
 
-def test_a_cut_through_a_block_is_refused() -> None:
-    packed, absmax = nf4_quantize(torch.randn(4, 96), block_size=64)
-    weight = NF4Weight(packed, absmax, None, None, 4, 96, 64)
-    with pytest.raises(UserError, match="blocks of 64 cannot be cut at rows 0:4, columns 0:48"):
+def test_a_row_slice_keeps_the_order_of_groups() -> None:
+    plain = int4_quantize(torch.randn(4, 64), group_size=32)
+    g_idx = (torch.arange(64) % 2).to(torch.int32)
+    weight = Int4Weight(plain.packed, plain.scales, None, g_idx, 4, 64, 32)
+    half = slice_rows(weight, slice(2, 4))
+    assert torch.equal(decode(half, dtype=torch.float32), decode(weight, dtype=torch.float32)[2:])
+    with pytest.raises(UserError, match="blocks of 32 cannot be cut"):
+        slice_columns(weight, slice(0, 32))  # its features lie in both groups
+
+
+@pytest.mark.parametrize(
+    "weight, size",
+    [(codebook_weight("nf4", 4, 96), 64), (int4_quantize(torch.randn(4, 96), group_size=96), 96)],
+    ids=["nf4", "int4"],
+)
+def test_a_cut_through_a_block_is_refused(weight: QuantizedWeight, size: int) -> None:
+    with pytest.raises(UserError, match=f"blocks of {size} cannot be cut at rows 0:4, columns 0:48"):
         slice_columns(weight, slice(0, 48))
+
+
+def test_rounded_inputs_are_not_shared_out() -> None:
+    """Each process would have the scale of its own part of a token."""
+    with pytest.raises(UserError, match="quantization=int4_dynamic scales each token's whole input.*use tensor_par"):
+        ServeConfig(quantization="int4_dynamic", tensor_parallel_size=2)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    )
+    fake_quantize_linears(model, Grid.int8(), Grid.int8(), skip={model.lm_head})
+    with pytest.raises(UserError, match="q_proj.k_proj.v_proj rounds its input to 8 bits.*use tensor_parallel_size=1"):
+        decoder_from_module(model, max_model_len=8, parallel=TensorParallel(0, 2))
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:

@@ -6,6 +6,7 @@ a Hugging Face folder, a .gguf file, org/name, smollm2_135m, tiny
 a module in memory  as it is
 """
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -13,14 +14,25 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.compose import read_run_config
 from trainer.config import Codebook, DType, ModelConfig, ModelSource, QuantConfig, UserError, require
 from trainer.export.adapter import read_identity
+from trainer.fake_quant import FakeQuantLinear, fake_quantize_linears
+from trainer.kernels.fake_quant import Grid
 from trainer.linear import weights_sha256
 from trainer.model import load_model, prepare_model
 from trainer.serve.config import ServeConfig
+
+INTEGER_GRIDS = {
+    "int4": (Grid.int4(group_size=32), None),
+    "int4_dynamic": (Grid.int4(group_size=32), Grid.int8()),
+    "int8_dynamic": (Grid.int8(), Grid.int8()),
+}
+"""quantization -> the grids of weights and of inputs, as quantization-aware training names them."""
+
+Scheme = QuantConfig | tuple[Grid, Grid | None] | None
 
 
 @dataclass(slots=True)
@@ -50,7 +62,7 @@ def open_model(config: ServeConfig) -> OpenedModel:
     elif path.is_dir() and (path / "adapter_config.json").is_file():
         opened = _open_adapter(path, config)
     else:
-        opened = _open_base(_model_config(config.model, path, config), _quantization(config.quantization), config)
+        opened = _open_base(_model_config(config.model, path, config), _scheme(config.quantization), config)
     for item in config.adapters:
         name, _, folder = item.partition("=")
         require(name not in opened.adapters, f"adapters names {name} twice; give each its own name")
@@ -64,7 +76,7 @@ def _open_run(run: Path, config: ServeConfig) -> OpenedModel:
     trained = read_run_config(run)
     if config.dtype != "auto":
         trained.model.dtype = DType(config.dtype)
-    quant = trained.quant if config.quantization is None else _quantization(config.quantization)
+    quant = trained.quant if config.quantization is None else _scheme(config.quantization)
     adapter = run / "export" / "adapter"
     require(
         (adapter / "adapter_config.json").is_file(),
@@ -79,7 +91,7 @@ def _open_adapter(folder: Path, config: ServeConfig) -> OpenedModel:
         bool(base), f"{folder}/adapter_config.json names no base model; serve the base and load the adapter over it"
     )
     identity = read_identity(folder)
-    quant = _quantization(config.quantization)
+    quant = _scheme(config.quantization)
     if config.quantization is None and identity:
         quantizer = identity["quantizer"]
         quant = QuantConfig(Codebook(quantizer["codebook"]), quantizer["block_size"], quantizer["double_quant"])
@@ -89,7 +101,7 @@ def _open_adapter(folder: Path, config: ServeConfig) -> OpenedModel:
 
 def _open_base(
     model_config: ModelConfig,
-    quant: QuantConfig | None,
+    quant: Scheme,
     config: ServeConfig,
     *,
     adapter: Path | None = None,
@@ -99,9 +111,11 @@ def _open_base(
         # What was auto when the adapter was trained: embeddings and norms in another dtype are another base.
         model_config.dtype = DType(read_identity(adapter).get("dtype", "auto"))
     module, tokenizer = load_model(model_config)
-    if quant is not None:
+    if isinstance(quant, QuantConfig):
         prepare_model(module, quant)
-    sha256 = weights_sha256(module)
+    elif quant is not None:
+        _fake_quantize(module, *quant)
+    sha256 = _base_sha256(module)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)  # Triton launches on the current device, wherever the tensors are
@@ -116,7 +130,24 @@ def _open_base(
 
 def opened_module(module: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "live") -> OpenedModel:
     """A model in memory, served as it is; see adapters.factors_from_module for the adapter on it."""
-    return OpenedModel(module, tokenizer, name, {}, base_sha256=weights_sha256(module))
+    return OpenedModel(module, tokenizer, name, {}, base_sha256=_base_sha256(module))
+
+
+def _fake_quantize(module: PreTrainedModel, weights: Grid, inputs: Grid | None) -> None:
+    """Layers that compute what quantization-aware training would; the decoder packs their weights on these grids."""
+    skip = {head for head in (module.get_output_embeddings(), module.get_input_embeddings()) if head is not None}
+    try:
+        fake_quantize_linears(module, weights, inputs, skip=skip, integer=inputs is not None)
+    except ValueError as error:
+        raise UserError(f"{error}; or use quantization=nf4") from None
+
+
+def _base_sha256(module: nn.Module) -> str:
+    """`weights_sha256`, and the grids of layers whose weights are rounded when they are used: another base."""
+    layers = [layer for layer in module.modules() if isinstance(layer, FakeQuantLinear)]
+    grids = "".join(f"{layer.weight_grid}{layer.activation_grid}" for layer in layers)
+    sha256 = weights_sha256(module)
+    return hashlib.sha256((sha256 + grids).encode()).hexdigest() if grids else sha256
 
 
 def _model_config(model: str, path: Path, config: ServeConfig) -> ModelConfig:
@@ -141,8 +172,10 @@ def _model_config(model: str, path: Path, config: ServeConfig) -> ModelConfig:
     )
 
 
-def _quantization(name: str | None) -> QuantConfig | None:
-    return QuantConfig() if name == "nf4" else None
+def _scheme(quantization: str | None) -> Scheme:
+    if quantization in INTEGER_GRIDS:
+        return INTEGER_GRIDS[quantization]
+    return None if quantization in (None, "none") else QuantConfig(Codebook(quantization))
 
 
 def _name(config: ModelConfig) -> str:
