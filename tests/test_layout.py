@@ -28,8 +28,15 @@ ALLOWED = {
     "trainer.checkpoint": {"trainer.config"},
     "trainer.export": {"trainer.config", "trainer.linear", "trainer.lora", "trainer.model", "trainer.quantizer"},
     "trainer.serve": {
-        *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.export", "trainer.kernels"),
-        *("trainer.linear", "trainer.model", "trainer.quantizer", "trainer.serve", "trainer.settings"),
+        *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.export", "trainer.fake_quant"),
+        *(
+            "trainer.kernels",
+            "trainer.linear",
+            "trainer.model",
+            "trainer.quantizer",
+            "trainer.serve",
+            "trainer.settings",
+        ),
     },
     "trainer.evaluate": {"trainer.evaluate", "trainer.data", "trainer.objective"},
     "trainer.loop": {

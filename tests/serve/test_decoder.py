@@ -1,5 +1,8 @@
 """The decoder is the transformers module: same greedy tokens and log-probabilities, for every family that is served."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -55,13 +58,17 @@ LENGTHS = (1, 16, 33, 70)  # a KV block of 16, past the window, past the origina
 NEW_TOKENS = 8
 
 
+def needs_cpp(file: str) -> None:
+    if _cpp.choose(file, "cpu") != "cpu":
+        pytest.skip("no C++ compiler here, so torch multiplies weights as they were loaded")
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_greedy_tokens_without_logits_are_those_of_logits(
     drafts, monkeypatch, random_model, token_prompts, serve, greedy_params
 ):
     """With drafts too, whose rows are checked by their argmax; asking for log-probabilities takes the other way."""
-    if _cpp.load("greedy_head") is None:
-        pytest.skip("no C++ compiler here")
+    needs_cpp("greedy_head")
     computed = []
     logits = Decoder.logits
     monkeypatch.setattr(Decoder, "logits", lambda self, *args, **kw: computed.append(1) or logits(self, *args, **kw))
@@ -75,8 +82,7 @@ def test_greedy_tokens_without_logits_are_those_of_logits(
 
 
 def test_the_greedy_head_is_counted_and_can_be_left_out(random_model):
-    if _cpp.load("greedy_head") is None:
-        pytest.skip("no C++ compiler here")
+    needs_cpp("greedy_head")
     model = random_model("llama")
     decoder, plain = (decoder_from_module(model, max_model_len=64, screen_greedy=screen) for screen in (True, False))
     hidden_states = torch.randn(MAX_GREEDY_ROWS + 1, decoder.config.hidden_size).to(decoder.config.dtype)
@@ -192,9 +198,21 @@ def test_rounded_inputs_give_the_bits_of_training(scheme, dtype, random_model):
             assert torch.equal(linear(x, None, True), want)
 
 
+@pytest.mark.parametrize("scheme", ["int4", "int4_dynamic", "int8_dynamic"])
+def test_answers_are_the_same_bits_in_every_batch(
+    scheme, random_model, token_prompts, serve, greedy_params, served_logprobs
+):
+    needs_cpp("integer_linear")
+    model = fake_quantized(random_model("llama", dtype=torch.bfloat16), *GRIDS[scheme])
+    prompts, params = token_prompts(*LENGTHS), greedy_params(NEW_TOKENS)
+    batch = serve(model, max_num_batched_tokens=16).generate(prompts, params)
+    llm = serve(model, max_num_batched_tokens=64)
+    for prompt, output in zip(prompts, batch, strict=True):
+        assert torch.equal(served_logprobs(llm.generate([prompt], params)[0]), served_logprobs(output))
+
+
 def test_codes_are_kept_packed_and_what_is_decoded_is_logged(random_model, caplog):
-    if _cpp.load("packed_linear") is None:
-        pytest.skip("no C++ compiler here")
+    needs_cpp("packed_linear")
     packed = decoder_from_module(fake_quantized(random_model(), INT4, None), max_model_len=64)
     assert {linear.weight.kind for layer in packed.layers for linear in layer.linears} == {"codebook"}
     assert not caplog.records
@@ -222,7 +240,7 @@ def test_layers_of_several_codebooks_are_decoded(random_model, token_prompts, se
     prompts = token_prompts(1, 33)
     outputs = serve(model).generate(prompts, greedy_params(NEW_TOKENS))
     assert [o.choices[0].token_ids for o in outputs] == [hf_greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
-    if _cpp.load("packed_linear") is not None:
+    if _cpp.choose("packed_linear", "cpu") == "cpu":
         decoded = [r.getMessage() for r in caplog.records if "decoded" in r.getMessage()]
         assert len(decoded) == 2
         assert "1 of 8 fused layers are decoded to float32" in decoded[0] and "several codebooks" in decoded[0]
@@ -253,6 +271,7 @@ def test_16_bit_weights_under_float32_are_rounded_twice_as_in_training(random_mo
     ],
 )
 def test_layers_that_do_not_fuse_are_refused(names, text, random_model):
+    needs_cpp("integer_linear")
     model = random_model()
     attention = model.model.layers[1].self_attn
     for name in names:
@@ -303,7 +322,23 @@ def test_a_model_is_packed_when_it_is_loaded(quantization, serve, tokenizer, tok
     assert [o.choices[0].token_ids for o in outputs] == [hf_greedy(opened.module, p, NEW_TOKENS) for p in prompts]
 
 
-def test_an_unknown_quantization_is_named(random_model, serve):
+@pytest.mark.parametrize("quantization", ["nf4", "int4", "int4_dynamic"])
+def test_dense_weights_are_freed_after_packing(quantization, serve, monkeypatch):
+    needs_cpp("packed_linear")
+    opened = []
+
+    def remember(config: ServeConfig):
+        model = open_model(config)
+        opened.append(weakref.ref(model.module.model.layers[0].mlp.down_proj))
+        return model
+
+    monkeypatch.setattr("trainer.serve.llm.open_model", remember)
+    llm = serve("tiny", quantization=quantization)
+    gc.collect()
+    assert llm.runner.decoder.layers and opened[0]() is None
+
+
+def test_an_unknown_quantization_is_named():
     with pytest.raises(
         UserError, match="quantization=int3; use none, nf4, fp4, int4, int4_dynamic, int8_dynamic or null"
     ):

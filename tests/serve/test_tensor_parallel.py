@@ -22,23 +22,26 @@ from trainer.serve.decoder import decoder_from_module
 from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows
 from trainer.sources.tiny import tiny_model
 
+QUANTIZATIONS = ("none", "fp4", "int4")  # fp4 stands for nf4 too, with a codebook that is not the default
 SCRIPT = """
 import json, sys
 from trainer.serve.llm import LLM
 from trainer.serve.sampling_params import SamplingParams
 
-folder, quantization, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-llm = LLM(folder, dtype="float32", quantization=quantization, tensor_parallel_size=size, max_num_batched_tokens=64)
-llm.load_adapter("tuned", folder + "/adapter")
+folder, size, quantizations = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 prompts = [list(range(3, 3 + length)) for length in (1, 16, 40)]
 greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 seeded = SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True)
-answers = [
-    output.choices[0].token_ids
-    for adapter in (None, "tuned")
-    for params in (greedy, seeded)
-    for output in llm.generate(prompts, params, adapter=adapter)
-]
+answers = {}
+for quantization in quantizations:
+    llm = LLM(folder, dtype="float32", quantization=quantization, tensor_parallel_size=size, max_num_batched_tokens=64)
+    llm.load_adapter("tuned", folder + "/adapter")
+    answers[quantization] = [
+        output.choices[0].token_ids
+        for adapter in (None, "tuned")
+        for params in (greedy, seeded)
+        for output in llm.generate(prompts, params, adapter=adapter)
+    ]
 print(json.dumps(answers))
 """
 
@@ -69,20 +72,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def answers(folder: Path, quantization: str, size: int) -> list[list[int]]:
+def answers(folder: Path, size: int, *quantizations: str) -> dict[str, list[list[int]]]:
     launch = [sys.executable] if size == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += [] if size == 1 else [f"--nproc_per_node={size}", "--no-python", sys.executable]
-    command = [*launch, "-c", SCRIPT, str(folder), quantization, str(size)]
+    command = [*launch, "-c", SCRIPT, str(folder), str(size), *quantizations]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("quantization", ["none", "nf4", "fp4", "int4"])
-def test_two_processes_equal_one(folder: Path, quantization: str) -> None:
-    alone = answers(folder, quantization, 1)
-    assert len({tuple(tokens) for tokens in alone}) > 4, "the answers say nothing if they are all alike"
-    assert answers(folder, quantization, 2) == alone
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, list[list[int]]]:
+    return answers(folder, 1, *QUANTIZATIONS)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_two_processes_equal_one(folder: Path, alone: dict[str, list[list[int]]], quantization: str) -> None:
+    want = alone[quantization]
+    assert len({tuple(tokens) for tokens in want}) > 4, "the answers say nothing if they are all alike"
+    assert answers(folder, 2, quantization) == {quantization: want}
+    others = [alone[other] for other in QUANTIZATIONS if other != quantization]
+    assert want not in others, "the weights were not quantized"
 
 
 def codebook_weight(codebook: str, *shape: int) -> CodebookWeight:

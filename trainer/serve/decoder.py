@@ -321,13 +321,13 @@ def _fuse(
 
     partial  share the input features out over the processes, not the output features
     """
+    weights = [_stored_weight(part, layer, dtype) for part, layer in layers.items()]
     dynamic = _rounds_input(name, layers)
     require(
         not dynamic or parallel.size == 1,
         f"{name} rounds its input to 8 bits, one scale a token, and tensor_parallel_size={parallel.size} processes "
         "hold only a part of a token each; use tensor_parallel_size=1, or weights without rounded inputs",
     )
-    weights = [_stored_weight(part, layer, dtype) for part, layer in layers.items()]
     biases = [layer.bias for layer in layers.values()]
     parts = {part: layer.out_features for part, layer in layers.items()}
     if parallel.size > 1 and partial:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trainer.compose import read_run_config
 from trainer.config import Codebook, DType, ModelConfig, ModelSource, QuantConfig, UserError, require
 from trainer.export.adapter import read_identity
-from trainer.fake_quant import FakeQuantLinear, fake_quantize_linears
+from trainer.fake_quant import fake_quantize_linears
 from trainer.kernels.fake_quant import Grid
 from trainer.linear import weights_sha256
 from trainer.model import load_model, prepare_model
@@ -115,7 +115,9 @@ def _open_base(
         prepare_model(module, quant)
     elif quant is not None:
         _fake_quantize(module, *quant)
-    sha256 = _base_sha256(module)
+    sha256 = weights_sha256(module)
+    if quant is not None and not isinstance(quant, QuantConfig):  # dense weights that are rounded when they are used
+        sha256 = hashlib.sha256(f"{sha256}{quant}".encode()).hexdigest()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)  # Triton launches on the current device, wherever the tensors are
@@ -130,7 +132,7 @@ def _open_base(
 
 def opened_module(module: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "live") -> OpenedModel:
     """A model in memory, served as it is; see adapters.factors_from_module for the adapter on it."""
-    return OpenedModel(module, tokenizer, name, {}, base_sha256=_base_sha256(module))
+    return OpenedModel(module, tokenizer, name, {}, base_sha256=weights_sha256(module))
 
 
 def _fake_quantize(module: PreTrainedModel, weights: Grid, inputs: Grid | None) -> None:
@@ -140,14 +142,6 @@ def _fake_quantize(module: PreTrainedModel, weights: Grid, inputs: Grid | None) 
         fake_quantize_linears(module, weights, inputs, skip=skip, integer=inputs is not None)
     except ValueError as error:
         raise UserError(f"{error}; or use quantization=nf4") from None
-
-
-def _base_sha256(module: nn.Module) -> str:
-    """`weights_sha256`, and the grids of layers whose weights are rounded when they are used: another base."""
-    layers = [layer for layer in module.modules() if isinstance(layer, FakeQuantLinear)]
-    grids = "".join(f"{layer.weight_grid}{layer.activation_grid}" for layer in layers)
-    sha256 = weights_sha256(module)
-    return hashlib.sha256((sha256 + grids).encode()).hexdigest() if grids else sha256
 
 
 def _model_config(model: str, path: Path, config: ServeConfig) -> ModelConfig:
