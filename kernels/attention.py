@@ -28,6 +28,7 @@ from torch import Tensor
 from trainer.kernels import _cpp
 from trainer.kernels._tape import call_beside_torch, kernel
 from trainer.kernels._triton import tl, triton
+from trainer.kernels._tuning import tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
@@ -333,6 +334,12 @@ def _tiles(name: str, head_dim: int, itemsize: int, backend: str = BACKEND) -> d
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": num_warps}
 
 
+def _measured(name: str, qkv: Tensor, head_dim: int) -> dict[str, int]:
+    default = _tiles(name, head_dim, qkv.element_size())
+    bucket = {"head_dim": default["BLOCK_K"], "itemsize": qkv.element_size()}
+    return tiles(f"attention_{name}", qkv.device, default, **bucket)
+
+
 def _window(shape: Shape) -> int:
     return min(shape.sliding_window or NO_WINDOW, NO_WINDOW)
 
@@ -342,11 +349,11 @@ def attention_triton(qkv: Tensor, cu_seqlens: Tensor, shape: Shape) -> tuple[Ten
     out = qkv.new_empty(num_rows, shape.num_heads * shape.head_dim)
     lse = qkv.new_empty(shape.num_heads, num_rows, dtype=torch.float32)
     if num_rows:
-        tiles = _tiles("forward", shape.head_dim, qkv.element_size())
-        _attention_kernel[(num_rows // tiles["BLOCK_M"] + num_docs, shape.num_heads)](
+        tile = _measured("forward", qkv, shape.head_dim)
+        _attention_kernel[(num_rows // tile["BLOCK_M"] + num_docs, shape.num_heads)](
             qkv, cu_seqlens, out, lse, qkv.stride(0), out.stride(0), lse.stride(0),
             num_docs, shape.num_heads, shape.num_kv_heads, shape.scale, _window(shape),
-            HEAD_DIM=shape.head_dim, DOT=_TRITON_DTYPES[qkv.dtype], **tiles,
+            HEAD_DIM=shape.head_dim, DOT=_TRITON_DTYPES[qkv.dtype], **tile,
         )  # fmt: skip
     return out, lse
 
@@ -359,20 +366,20 @@ def attention_backward_triton(
     if not num_rows:
         return dqkv
     delta = torch.empty_like(lse)
-    tiles = _tiles("delta", shape.head_dim, qkv.element_size())
-    _delta_kernel[(triton.cdiv(num_rows, tiles["BLOCK_M"]), shape.num_heads)](
+    tile = _measured("delta", qkv, shape.head_dim)
+    _delta_kernel[(triton.cdiv(num_rows, tile["BLOCK_M"]), shape.num_heads)](
         grad, out, delta, num_rows, out.stride(0), lse.stride(0),
-        HEAD_DIM=shape.head_dim, BLOCK_M=tiles["BLOCK_M"], BLOCK_K=tiles["BLOCK_K"], num_warps=tiles["num_warps"],
+        HEAD_DIM=shape.head_dim, BLOCK_M=tile["BLOCK_M"], BLOCK_K=tile["BLOCK_K"], num_warps=tile["num_warps"],
     )  # fmt: skip
     arguments = (
         grad, qkv, cu_seqlens, lse, delta, dqkv, qkv.stride(0), out.stride(0), lse.stride(0),
         num_docs, shape.num_heads, shape.num_kv_heads, shape.scale, _window(shape),
     )  # fmt: skip
     sizes = {"HEAD_DIM": shape.head_dim, "DOT": _TRITON_DTYPES[qkv.dtype]}
-    tiles = _tiles("dq", shape.head_dim, qkv.element_size())
-    _dq_kernel[(num_rows // tiles["BLOCK_M"] + num_docs, shape.num_heads)](*arguments, **sizes, **tiles)
-    tiles = _tiles("dkdv", shape.head_dim, qkv.element_size())
-    _dkdv_kernel[(num_rows // tiles["BLOCK_N"] + num_docs, shape.num_kv_heads)](*arguments, **sizes, **tiles)
+    tile = _measured("dq", qkv, shape.head_dim)
+    _dq_kernel[(num_rows // tile["BLOCK_M"] + num_docs, shape.num_heads)](*arguments, **sizes, **tile)
+    tile = _measured("dkdv", qkv, shape.head_dim)
+    _dkdv_kernel[(num_rows // tile["BLOCK_N"] + num_docs, shape.num_kv_heads)](*arguments, **sizes, **tile)
     return dqkv
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from trainer.kernels import _cpp, _tape
 from trainer.kernels._triton import tl, triton
+from trainer.kernels._tuning import tiles
 from trainer.kernels.double_quant import DYNAMIC_MAP, NESTED_BLOCK_SIZE, dequantize_absmax, dynamic_map, load_absmax
 
 if TYPE_CHECKING:
@@ -337,11 +338,13 @@ def weight_tensors(weight: CodebookWeight) -> tuple[Tensor, ...]:
 
 def codebook_dequantize_triton(weight: CodebookWeight, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     out = weight.packed.new_empty(weight.out_features, weight.in_features, dtype=dtype) if out is None else out
-    num_blocks = max(1, 2 * DEQUANTIZE_BYTES // weight.block_size)
     if weight.numel:
+        default = {"NUM_BYTES": DEQUANTIZE_BYTES}
+        tile = dict(tiles("codebook_dequantize", out.device, default, itemsize=out.element_size()))
+        num_blocks = max(1, 2 * tile.pop("NUM_BYTES") // weight.block_size)
         _dequantize_kernel[(triton.cdiv(weight.absmax.numel(), num_blocks),)](
             *weight_tensors(weight), out, weight.numel,
-            BLOCK_SIZE=weight.block_size, DOUBLE_QUANT=weight.double_quant, NUM_BLOCKS=num_blocks,
+            BLOCK_SIZE=weight.block_size, DOUBLE_QUANT=weight.double_quant, NUM_BLOCKS=num_blocks, **tile,
             enable_fp_fusion=False,  # absmax is rounded twice, as on the CPU
         )  # fmt: skip
     return out

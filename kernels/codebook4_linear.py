@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer.kernels import _cpp, _tape
 from trainer.kernels._triton import tl, triton
+from trainer.kernels._tuning import tiles
 from trainer.kernels.codebook4 import (
     DEVICES,
     DTYPE_IDS,
@@ -99,11 +100,13 @@ def codebook_linear_triton(x: Tensor, weight: CodebookWeight) -> Tensor:
     if rows.shape[0] > MAX_FUSED_ROWS or rows.shape[0] == 0 or weight.in_features % 2:
         return x @ codebook_dequantize_triton(weight, dtype=x.dtype).T
     y = rows.new_empty(rows.shape[0], weight.out_features)
-    block_m, block_n, block_k = LINEAR_TILES[x.element_size()]
-    _linear_kernel[(triton.cdiv(rows.shape[0], block_m), triton.cdiv(weight.out_features, block_n))](
+    default = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), LINEAR_TILES[x.element_size()], strict=True))
+    tile = tiles("codebook_linear", x.device, default, itemsize=x.element_size())
+    grid = triton.cdiv(rows.shape[0], tile["BLOCK_M"]), triton.cdiv(weight.out_features, tile["BLOCK_N"])
+    _linear_kernel[grid](
         rows, *weight_tensors(weight), y, *rows.shape, weight.out_features, rows.stride(0), y.stride(0),
         BLOCK_SIZE=weight.block_size, DOUBLE_QUANT=weight.double_quant, DOT=_dot_dtype(x.dtype),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, enable_fp_fusion=False,
+        **tile, enable_fp_fusion=False,
     )  # fmt: skip
     return y.view(*x.shape[:-1], weight.out_features)
 

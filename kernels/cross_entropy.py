@@ -30,6 +30,7 @@ from torch import Tensor
 from trainer.kernels import _cpp
 from trainer.kernels._tape import call_beside_torch, kernel
 from trainer.kernels._triton import tl, triton
+from trainer.kernels._tuning import tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORE_INDEX = -100
@@ -167,10 +168,12 @@ def _softmax_gradient_kernel(
 
 def softmax_gradient_triton(logits: Tensor, labels: Tensor, options: Options, *, with_grad: bool) -> Tensor:
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
+    default = {"BLOCK_V": BLOCK_V, "num_warps": NUM_WARPS}
+    tile = tiles("cross_entropy", logits.device, default, itemsize=logits.element_size())
     _softmax_gradient_kernel[(len(labels),)](
         logits, labels, losses, logits.stride(0), logits.shape[1],
         options.z_loss, options.label_smoothing, options.logit_scale, options.inverse_softcap,
-        HAS_SOFTCAP=options.softcap != 0, WITH_GRAD=with_grad, BLOCK_V=BLOCK_V, num_warps=NUM_WARPS,
+        HAS_SOFTCAP=options.softcap != 0, WITH_GRAD=with_grad, **tile,
     )  # fmt: skip
     return losses
 

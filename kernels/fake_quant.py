@@ -34,6 +34,7 @@ from torch import Tensor
 from trainer.kernels import _cpp
 from trainer.kernels._tape import call_beside_torch, kernel
 from trainer.kernels._triton import tl, triton
+from trainer.kernels._tuning import tiles
 from trainer.kernels.int4 import (
     DIVISORS,
     Int4Weight,
@@ -356,11 +357,12 @@ def _launch(
     if num_groups == 0:
         return
     block_k = min(MAX_BLOCK_K, triton.next_power_of_2(group_size))
-    block_m = TILE // block_k
+    tile = dict(tiles("fake_quant", x.device, {"TILE": TILE}, itemsize=x.element_size()))
+    block_m = max(1, tile.pop("TILE") // block_k)
     _fake_quant_kernel[(triton.cdiv(num_groups, block_m),)](
         x, scales, zeros, grad, out, grad_scales, num_groups, group_size, *map(float, code_range), divisor, factor,
         SYMMETRIC=symmetric, LEARNED=scales is not None, BACKWARD=grad is not None, SCALE_DTYPE=scale_dtype,
-        BLOCK_M=block_m, BLOCK_K=block_k, enable_fp_fusion=False,
+        BLOCK_M=block_m, BLOCK_K=block_k, **tile, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from trainer.kernels import _cpp
 from trainer.kernels._tape import call, kernel
 from trainer.kernels._triton import tl, triton
+from trainer.kernels._tuning import tiles
 from trainer.kernels.int8 import (
     CPP_DTYPES,
     DTYPE_IDS,
@@ -268,9 +269,10 @@ def int4_dequantize_triton(weight: Int4Weight, *, dtype: torch.dtype, out: Tenso
         return out.copy_(int4_dequantize_reference(weight, dtype=dtype))
     num_bytes = weight.packed.numel()
     if num_bytes:
-        _int4_dequantize_kernel[(triton.cdiv(num_bytes, NUM_WEIGHTS // 2),)](
+        tile = tiles("int4_dequantize", out.device, {"NUM_BYTES": NUM_WEIGHTS // 2}, itemsize=out.element_size())
+        _int4_dequantize_kernel[(triton.cdiv(num_bytes, tile["NUM_BYTES"]),)](
             weight.packed, weight.scales, weight.zeros, out, num_bytes, weight.in_features, weight.group_size,
-            weight.num_groups, HAS_ZEROS=weight.zeros is not None, NUM_BYTES=NUM_WEIGHTS // 2,
+            weight.num_groups, HAS_ZEROS=weight.zeros is not None, **tile,
         )  # fmt: skip
     return out
 
@@ -281,11 +283,13 @@ def int4_linear_triton(x: Tensor, weight: Int4Weight) -> Tensor:
     if not few or weight.in_features % 2 or weight.g_idx is not None:
         return x @ int4_dequantize_triton(weight, dtype=x.dtype).T
     y = rows.new_empty(rows.shape[0], weight.out_features)
-    block_m, block_n, block_k = LINEAR_TILES[x.element_size()]
-    _int4_linear_kernel[(triton.cdiv(rows.shape[0], block_m), triton.cdiv(weight.out_features, block_n))](
+    default = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), LINEAR_TILES[x.element_size()], strict=True))
+    tile = tiles("int4_linear", x.device, default, itemsize=x.element_size())
+    grid = triton.cdiv(rows.shape[0], tile["BLOCK_M"]), triton.cdiv(weight.out_features, tile["BLOCK_N"])
+    _int4_linear_kernel[grid](
         rows, weight.packed, weight.scales, weight.zeros, y, *rows.shape, weight.out_features, weight.group_size,
         rows.stride(0), y.stride(0), HAS_ZEROS=weight.zeros is not None, DOT=dot_dtype(x.dtype),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, enable_fp_fusion=False,
+        **tile, enable_fp_fusion=False,
     )  # fmt: skip
     return y.view(*x.shape[:-1], weight.out_features)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from trainer.kernels import _cpp
 from trainer.kernels._tape import call, kernel
 from trainer.kernels._triton import tl, triton
+from trainer.kernels._tuning import tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -313,10 +314,10 @@ def _int8_linear_kernel(
 def int8_dequantize_triton(weight: Int8Weight, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     out = torch.empty(weight.packed.shape, dtype=dtype, device=weight.device) if out is None else out
     if out.numel():
-        _int8_dequantize_kernel[(triton.cdiv(out.numel(), NUM_WEIGHTS),)](
-            weight.packed, weight.scales, out, out.numel(), weight.in_features, weight.group_size,
-            NUM_WEIGHTS=NUM_WEIGHTS,
-        )  # fmt: skip
+        tile = tiles("int8_dequantize", out.device, {"NUM_WEIGHTS": NUM_WEIGHTS}, itemsize=out.element_size())
+        _int8_dequantize_kernel[(triton.cdiv(out.numel(), tile["NUM_WEIGHTS"]),)](
+            weight.packed, weight.scales, out, out.numel(), weight.in_features, weight.group_size, **tile
+        )
     return out
 
 
@@ -325,11 +326,13 @@ def int8_linear_triton(x: Tensor, weight: Int8Weight) -> Tensor:
     if not 0 < rows.shape[0] <= MAX_FUSED_ROWS:
         return x @ int8_dequantize_triton(weight, dtype=x.dtype).T
     y = rows.new_empty(rows.shape[0], weight.out_features)
-    block_m, block_n, block_k = LINEAR_TILES[x.element_size()]
-    _int8_linear_kernel[(triton.cdiv(rows.shape[0], block_m), triton.cdiv(weight.out_features, block_n))](
+    default = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), LINEAR_TILES[x.element_size()], strict=True))
+    tile = tiles("int8_linear", x.device, default, itemsize=x.element_size())
+    grid = triton.cdiv(rows.shape[0], tile["BLOCK_M"]), triton.cdiv(weight.out_features, tile["BLOCK_N"])
+    _int8_linear_kernel[grid](
         rows, weight.packed, weight.scales, y, *rows.shape, weight.out_features, weight.group_size,
         rows.stride(0), y.stride(0), DOT=dot_dtype(x.dtype),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, enable_fp_fusion=False,
+        **tile, enable_fp_fusion=False,
     )  # fmt: skip
     return y.view(*x.shape[:-1], weight.out_features)
 

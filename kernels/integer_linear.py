@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer.kernels import _cpp
 from trainer.kernels._tape import call, kernel
 from trainer.kernels._triton import tl, triton
+from trainer.kernels._tuning import tiles
 from trainer.kernels.int4 import SYMMETRIC_ZERO, Int4Weight, op_arguments, pack_int4, unpack_int4
 from trainer.kernels.int8 import (
     CPP_DTYPES,
@@ -258,13 +259,14 @@ def linear_dynamic_triton(
     codes, scales = quantize_activations_reference(x, scale=x_scale)
     codes = codes.contiguous() if order is None else codes[:, order].contiguous()
     y = torch.empty(x.shape[0], weight.out_features, dtype=out_dtype, device=x.device)
-    block_m, block_n, block_k = PRODUCT_TILE
-    grid = triton.cdiv(x.shape[0], block_m), triton.cdiv(weight.out_features, block_n)
+    default = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), PRODUCT_TILE, strict=True))
+    tile = tiles("integer_linear", x.device, default, bits=4 if four_bits else 8)
+    grid = triton.cdiv(x.shape[0], tile["BLOCK_M"]), triton.cdiv(weight.out_features, tile["BLOCK_N"])
     if y.numel():
         _integer_product_kernel[grid](
             codes, scales, weight.packed, weight.scales, zeros, y, x.shape[0], weight.in_features, weight.out_features,
             weight.group_size, weight.packed.stride(0), FOUR_BITS=four_bits, HAS_ZEROS=zeros is not None,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, enable_fp_fusion=False,
+            **tile, enable_fp_fusion=False,
         )  # fmt: skip
     return y
 

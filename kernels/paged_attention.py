@@ -32,6 +32,7 @@ from torch import Tensor
 
 from trainer.kernels import _cpp, _tape
 from trainer.kernels._triton import tl, triton
+from trainer.kernels._tuning import tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_BLOCK_SIZE = 256
@@ -574,15 +575,18 @@ def paged_attention_triton(
         return out
     group, int8 = num_heads // layer.num_kv_heads, layer.k_scale is not None
     decode = batch.num_tokens <= batch.num_seqs
-    block_m, block_n, block_k = _tile(group, layer.head_dim, qkv.element_size(), decode=decode, int8=int8)
+    sides = _tile(group, layer.head_dim, qkv.element_size(), decode=decode, int8=int8)
+    default = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), sides, strict=True))
+    bucket = {"head_dim": default["BLOCK_K"], "itemsize": qkv.element_size(), "int8": int(int8)}
+    tile = tiles("paged_decode" if decode else "paged_prefill", qkv.device, default, **bucket)
+    tile["BLOCK_M"] = max(tile["BLOCK_M"], triton.next_power_of_2(group))
     scales = (layer.k_scale, layer.v_scale) if int8 else (layer.k, layer.v)
-    grid = batch.num_tokens // (block_m // group) + batch.num_seqs, layer.num_kv_heads
+    grid = batch.num_tokens // (tile["BLOCK_M"] // group) + batch.num_seqs, layer.num_kv_heads
     _paged_attention_kernel[grid](
         qkv, layer.k, layer.v, *scales, batch.cu_seqlens, batch.seq_lens, batch.block_tables, out,
         qkv.stride(0), out.stride(0), batch.block_tables.stride(0),
         batch.num_seqs, layer.num_kv_heads, layer.block_size, scale, sliding_window or NO_WINDOW,
-        HEAD_DIM=layer.head_dim, GROUP=group, INT8=int8, DOT=_TRITON_DTYPES[qkv.dtype],
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        HEAD_DIM=layer.head_dim, GROUP=group, INT8=int8, DOT=_TRITON_DTYPES[qkv.dtype], **tile,
     )  # fmt: skip
     return out
 

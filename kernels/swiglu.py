@@ -20,6 +20,7 @@ from torch import Tensor
 from trainer.kernels import _cpp
 from trainer.kernels._tape import call, call_beside_torch, kernel
 from trainer.kernels._triton import tl, triton
+from trainer.kernels._tuning import tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_F = 1024  # columns a Triton program computes: 8 values a thread
@@ -132,8 +133,9 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     if out.numel():
-        _swiglu_kernel[(rows, triton.cdiv(size, BLOCK_F))](
-            gate_up, out, size, gate_up.stride(0), out.stride(0), BLOCK_F=BLOCK_F, enable_fp_fusion=False
+        tile = tiles("swiglu", out.device, {"BLOCK_F": BLOCK_F}, itemsize=out.element_size())
+        _swiglu_kernel[(rows, triton.cdiv(size, tile["BLOCK_F"]))](
+            gate_up, out, size, gate_up.stride(0), out.stride(0), **tile, enable_fp_fusion=False
         )
     return out
 

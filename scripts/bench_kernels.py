@@ -41,6 +41,13 @@ from trainer.kernels.nf4 import (
     nf4_quantize,
     quantize_absmax,
 )
+from trainer.kernels.packed_linear import (
+    LinearWeight,
+    pack_codebook_linear,
+    pack_integer_linear,
+    packed_linear,
+    place_linears,
+)
 from trainer.kernels.paged_attention import AttentionBatch, KVCache, paged_attention, write_kv
 from trainer.kernels.rms_norm import rms_norm
 from trainer.kernels.rope import rope
@@ -228,6 +235,13 @@ def copies(make: Callable[[], object], nbytes: float) -> Callable[[], object]:
     return itertools.cycle([make() for _ in range(math.ceil(CACHE_BYTES / nbytes))]).__next__
 
 
+def served(make: Callable[[], LinearWeight], nbytes: float) -> Callable[[], LinearWeight]:
+    """Copies in the server's layout and memory."""
+    weights = [make() for _ in range(math.ceil(CACHE_BYTES / nbytes))]
+    place_linears(weights)
+    return itertools.cycle(weights).__next__
+
+
 def storage_cases(quick: bool) -> Iterator[Case]:
     bnb, grid = bitsandbytes(), Grid.int4(group_size=32)
     for shape, out_features, in_features in shapes(quick):
@@ -255,34 +269,36 @@ def storage_cases(quick: bool) -> Iterator[Case]:
 
 
 def linear_cases(quick: bool) -> Iterator[Case]:
+    """Few rows: the server's layouts, made at load, and, as `stored`, the weights as training keeps them."""
     for shape, out_features, in_features in shapes(quick):
         weight = torch.randn(out_features, in_features).bfloat16()
-        nf4_next = copies(lambda: nf4_weight(weight), weight.numel() / 2)
+        stored_next = copies(lambda: nf4_weight(weight), weight.numel() / 2)
         int4_next = copies(lambda: int4_quantize(weight, group_size=32), weight.numel() / 2)
-        nf4_truth = nf4_dense(nf4_next()).float().T
+        nf4_served = served(lambda: pack_codebook_linear([nf4_weight(weight)], dtype=DTYPE), weight.numel() / 2)
+        int4_served, dynamic_served = (
+            served(lambda: pack_integer_linear([int4_next()], dtype=DTYPE, dynamic=dynamic), weight.numel() / 2)
+            for dynamic in (False, True)
+        )
+        nf4_truth = nf4_dense(stored_next()).float().T
         int4_truth = int4_dequantize(int4_next(), dtype=DTYPE).float().T
         theirs_next, torch_product = bitsandbytes_linear(weight), torch_int4(weight)
+        nf4_peers = {} if theirs_next is None else {"bitsandbytes": lambda: theirs_next()(x)}
+        int4_peers = {"torch int4pack": lambda: torch_product(x)}
         for rows in (1, 2, 4, 8):
-            name = "1_row" if rows == 1 else f"{rows}_rows"
             x = torch.randn(rows, in_features).bfloat16()
-            work = {"bytes_written": 2 * rows * out_features, "operations": 2 * rows * weight.numel()}
-            yield Case(
-                f"nf4_linear_{name}", shape, lambda: nf4_product(x, nf4_next()),
-                {} if theirs_next is None else {"bitsandbytes": lambda: theirs_next()(x)},
-                lambda: relative(nf4_product(x, nf4_next()), x.float() @ nf4_truth),
-                bytes_read=weight.numel() * 4.127 / 8, **work,
-            )  # fmt: skip
-            yield Case(
-                f"int4_linear_{name}", shape, lambda: int4_linear(x, int4_next()),
-                {"torch int4pack": lambda: torch_product(x)},
-                lambda: relative(int4_linear(x, int4_next()), x.float() @ int4_truth),
-                bytes_read=weight.numel() * 5 / 8, **work,
-            )  # fmt: skip
-            yield Case(
-                f"int4_linear_dynamic_{name}", shape, lambda: int4_linear_dynamic(x, int4_next()), {},
-                lambda: relative(int4_linear_dynamic(x, int4_next()), x.float() @ int4_truth),
-                bytes_read=weight.numel() * 5 / 8, **work, dtype=torch.int8,
-            )  # fmt: skip
+            numbers = {"bytes_written": 2 * rows * out_features, "operations": 2 * rows * weight.numel()}
+            for work, product, truth, bits, peers, dtype in (
+                ("nf4_linear", lambda: packed_linear(x, nf4_served()), nf4_truth, 4.5, nf4_peers, DTYPE),
+                ("nf4_linear_stored", lambda: nf4_product(x, stored_next()), nf4_truth, 4.127, nf4_peers, DTYPE),
+                ("int4_linear", lambda: packed_linear(x, int4_served()), int4_truth, 5, int4_peers, DTYPE),
+                ("int4_linear_stored", lambda: int4_linear(x, int4_next()), int4_truth, 5, int4_peers, DTYPE),
+                ("int4_linear_dynamic", lambda: packed_linear(x, dynamic_served()), int4_truth, 5, {}, torch.int8),
+            ):
+                yield Case(
+                    f"{work}_{'1_row' if rows == 1 else f'{rows}_rows'}", shape, product, peers,
+                    lambda: relative(product(), x.float() @ truth),
+                    bytes_read=weight.numel() * bits / 8, **numbers, dtype=dtype,
+                )  # fmt: skip
         x, int4, int8 = torch.randn(512, in_features).bfloat16(), int4_next(), int8_quantize(weight)
         codes, transposed = torch.randint(-127, 127, x.shape, dtype=torch.int8), int8.packed.T
         int8_truth, int4_weight = int8_dequantize(int8, dtype=torch.float32).T, int4_truth.T.to(DTYPE)

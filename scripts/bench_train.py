@@ -97,8 +97,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one turn of one or two steps each")
     parser.add_argument("--only", default="", help="comma-separated work names")
     parser.add_argument("--out", type=Path, help="folder for bench_train.json")
+    parser.add_argument("--profile", choices=WORKS, help="where the time of one of our steps goes, and nothing else")
     parser.add_argument("--contender", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.profile:
+        print(_profile(args.profile))
+        return
     if args.contender:
         print(json.dumps(_measure(*args.contender, quick=args.quick)))
         return
@@ -224,6 +228,19 @@ class Batch:
 
     def rows(self) -> list[slice]:
         return [slice(*span) for span in pairwise(self.starts)]
+
+
+def _profile(name: str) -> str:
+    """torch.profiler's table of our third step, by time outside of inner calls; the optimizer is left out."""
+    from torch.profiler import ProfilerActivity, profile
+
+    build = _our_qat if name == "qat_step" else _our_qlora
+    step, _ = build(Batch.random(WORKS[name].documents), "lowbit")
+    step()
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        step()
+    return recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=24, max_name_column_width=48)
 
 
 def _measure(name: str, contender: str, *, quick: bool) -> dict:

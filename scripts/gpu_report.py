@@ -31,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout on a lent machine need not be installed
+
 from gpu.bench import Bench, Limits, Rows, described, failed, free_memory, machine, measure_limits, say, still_works
 from gpu.correct import CHECKS, check
 from gpu.models import compiled, qlora, serve_decoder, serve_engine

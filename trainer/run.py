@@ -60,7 +60,7 @@ from trainer.optim import Optimizer, build_optimizer, default_learning_rate, req
 
 log = logging.getLogger(__name__)
 
-MAX_PASS_TOKENS = (1024, 16384)
+MAX_PASS_TOKENS = (2048, 16384)
 """Padded tokens of one pass on CPUs and on GPUs, unless `train.max_pass_tokens` is set; docs/decisions.md has the
 measurement behind the first, the second is a guess that fills a GPU and fits beside a 7B model."""
 

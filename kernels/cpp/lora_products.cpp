@@ -1,4 +1,4 @@
-// The products of a LoRA update in bfloat16, forward and backward. Formulas, shapes, roundings: kernels/lora_products.py.
+// The products of a LoRA update in bfloat16, forward and backward. Formulas and roundings: kernels/lora_products.py.
 //
 // One side of each product is a rank, some 16: too thin for a general matrix product, which packs both sides. Here the
 // factor alone is packed, once a call, into pairs of neighbours along the summed dimension, because that is what the
@@ -70,6 +70,10 @@ inline uint32_t word_at(const uint16_t* p) {
 inline uint32_t pair(float low, float high) {
     return lowbit::to_bfloat16(low) | static_cast<uint32_t>(lowbit::to_bfloat16(high)) << 16;
 }
+// Into the second cache what this core will read next: these matrices are larger, and a tile's rows are more streams
+// than the processor foresees. A cache line has 64 bytes.
+constexpr int64_t kLine = 32;
+inline void fetch(const uint16_t* p) { __builtin_prefetch(p, 0, 2); }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Memory of one thread for one purpose, kept from call to call.
@@ -94,6 +98,7 @@ struct Part {
     int64_t rank, size;
     float scaling;
     int64_t first, begin;
+    uint32_t* packed;  // s B in pairs, where a kernel asked for it by `place`
 };
 
 class Parts {
@@ -116,6 +121,32 @@ class Parts {
     auto end() const { return parts_.end(); }
     int64_t ranks() const { return ranks_; }
     int64_t columns() const { return columns_; }
+
+    // Memory of words(part) for the packed factor of each.
+    template <typename Words> void place(Scratch& scratch, Words words) {
+        int64_t total = 0;
+        for (const Part& part : parts_) total += words(part);
+        uint32_t* next = scratch.take<uint32_t>(total);
+        for (Part& part : parts_) {
+            part.packed = next;
+            next += words(part);
+        }
+    }
+
+    // f(part, begin, end) for runs of units of `unit` columns of the parts with an adapter, all in one piece of work.
+    template <typename F> void for_units(int64_t unit, int64_t threads, int64_t parts_per_thread, F f) const {
+        const auto units = [=](const Part& part) { return part.rank ? ceil_div(part.size, unit) : 0; };
+        int64_t total = 0;
+        for (const Part& part : parts_) total += units(part);
+        lowbit::parallel_for(total, threads, [&](int64_t begin, int64_t end) {
+            int64_t first = 0;
+            for (const Part& part : parts_) {
+                const int64_t from = std::max<int64_t>(begin - first, 0), to = std::min(end - first, units(part));
+                if (from < to) f(part, from, to);
+                first += units(part);
+            }
+        }, parts_per_thread);
+    }
 
   private:
     std::vector<Part> parts_;
@@ -141,7 +172,11 @@ void thin_tile(const uint16_t* x, int64_t x_stride, int64_t features, const uint
             for (int v = 0; v < V; v++) sums[r][v] = dot(sums[r][v], a, factor[v]);
         }
     };
-    for (int64_t p = 0; p < features / 2; p++) add(p, word_at);
+    for (int64_t p = 0; p < features / 2;) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) fetch(x + (r + R) * x_stride + 2 * p);
+        for (const int64_t end = std::min(p + kLine / 2, features / 2); p < end; p++) add(p, word_at);
+    }
     if (features % 2) add(features / 2, [](const uint16_t* last) { return static_cast<uint32_t>(*last); });
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
@@ -188,12 +223,12 @@ void thin(const uint16_t* x, int64_t x_stride, int64_t rows, int64_t features, c
 }
 
 // Pairs [begin, end) of the rows of s B [size, rank] side by side.
-void pack_thin_B(const Part& part, uint32_t* packed, int64_t begin, int64_t end) {
+void pack_thin_B(const Part& part, int64_t begin, int64_t end) {
     const int64_t rank = part.rank, stride = padded(rank);
     for (int64_t p = begin; p < end; p++) {
         const float* low = part.factor + 2 * p * rank;
         const float* high = low + rank;
-        uint32_t* out = packed + p * stride;
+        uint32_t* out = part.packed + p * stride;
         const float s = part.scaling;
         if (2 * p + 1 < part.size)
             for (int64_t j = 0; j < rank; j++) out[j] = pair(s * low[j], s * high[j]);
@@ -225,9 +260,11 @@ void wide_tile(uint16_t* y, int64_t y_stride, const uint16_t* residual, int64_t 
                int64_t pairs, const uint32_t* packed) {
     Floats sums[R][kWideVectors];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++) {
+        for (int64_t i = 0; i < kWideColumns; i += kLine) fetch(y + (r + R) * y_stride + i);
 #pragma GCC unroll 16
         for (int v = 0; v < kWideVectors; v++) sums[r][v] = load(y + r * y_stride + v * kWidth, Full{});
+    }
     for (int64_t p = 0; p < pairs; p++) {
         Words factor[kWideVectors];
 #pragma GCC unroll 16
@@ -301,9 +338,10 @@ inline int64_t wide_words(int64_t columns, int64_t ranks) {
 }
 
 // Tiles [begin, end) of columns; s B [size, rank] transposed.
-void pack_wide_B(const Part& part, uint32_t* packed, int64_t begin, int64_t end) {
+void pack_wide_B(const Part& part, int64_t begin, int64_t end) {
     const int64_t rank = part.rank, pairs = ceil_div(rank, 2);
     const float s = part.scaling;
+    uint32_t* packed = part.packed;
     std::fill(packed + begin * kWideColumns * pairs, packed + end * kWideColumns * pairs, 0);
     for (int64_t n = begin * kWideColumns; n < std::min(end * kWideColumns, part.size); n++) {
         const float* row = part.factor + n * rank;
@@ -391,6 +429,10 @@ const float* tall(const uint16_t* g, int64_t g_stride, int64_t rows, int64_t col
         const int64_t end = std::min(rows, row + kTallRows), pairs = ceil_div(end - row, 2);
         for (int64_t p = 0; p < pairs; p++) {
             const uint16_t* low = g + (row + 2 * p) * g_stride;
+            for (int64_t i = 0; i < columns; i += kLine) {
+                fetch(low + kTallRows * g_stride + i);
+                fetch(low + (kTallRows + 1) * g_stride + i);
+            }
             interleave(low, row + 2 * p + 1 < end ? low + g_stride : nullptr, columns, g_pairs + p * kTallChunk);
         }
         for (int64_t column = 0; column < columns; column += kTallColumns) {
@@ -452,30 +494,19 @@ extern "C" void wide_B(const int64_t* raw) {
     const auto* residual = args.pointer<const uint16_t>();
     const auto* h_A = args.pointer<const uint16_t>();
     const int64_t rows = args.integer();
-    const Parts parts(args);
+    Parts parts(args);
     const int64_t threads = args.integer(), ranks = parts.ranks(), stride = parts.columns();
     static thread_local Scratch of_B;
-    int64_t words = 0;
-    for (const Part& part : parts) words += wide_words(part.size, part.rank);
-    uint32_t* packed = of_B.take<uint32_t>(words);
-    uint32_t* next = packed;
-    for (const Part& part : parts) {
-        if (part.rank)
-            lowbit::parallel_for(ceil_div(part.size, kWideColumns), threads, [&](int64_t begin, int64_t end) {
-                pack_wide_B(part, next, begin, end);
-            }, 1);
-        next += wide_words(part.size, part.rank);
-    }
+    parts.place(of_B, [](const Part& part) { return wide_words(part.size, part.rank); });
+    parts.for_units(kWideColumns, threads, 1, pack_wide_B);
     for_row_blocks(rows, threads, [&](int64_t begin, int64_t end) {
         for (; begin < end; begin += kRowBlock) {
             const int64_t now = std::min(kRowBlock, end - begin);
-            const uint32_t* factor = packed;
             for (const Part& part : parts) {
                 const int64_t at = begin * stride + part.begin;
                 if (part.rank || residual)
                     wide(now, part.size, y + at, stride, residual ? residual + at : nullptr, stride,
-                         h_A + begin * ranks + part.first, ranks, part.rank, factor);
-                factor += wide_words(part.size, part.rank);
+                         h_A + begin * ranks + part.first, ranks, part.rank, part.packed);
             }
         }
     });
@@ -487,44 +518,27 @@ extern "C" void grad_B(const int64_t* raw) {
     const auto* h_A = args.pointer<const uint16_t>();
     auto* grad_h_A = args.pointer<uint16_t>();
     const int64_t rows = args.integer();
-    const Parts parts(args);
+    Parts parts(args);
     const int64_t threads = args.integer(), ranks = parts.ranks(), stride = parts.columns();
     static thread_local Scratch of_B;
-    const auto words = [](const Part& part) { return ceil_div(part.size, 2) * padded(part.rank); };
-    int64_t total = 0;
-    for (const Part& part : parts) total += words(part);
-    uint32_t* packed = of_B.take<uint32_t>(total);
-    uint32_t* next = packed;
-    for (const Part& part : parts) {
-        lowbit::parallel_for(part.rank ? ceil_div(part.size, 2) : 0, threads, [&](int64_t begin, int64_t end) {
-            pack_thin_B(part, next, begin, end);
-        }, 1);
-        next += words(part);
-    }
-    const uint32_t* pairs = row_pairs(h_A, rows, ranks, threads);
+    parts.place(of_B, [](const Part& part) { return ceil_div(part.size, 2) * padded(part.rank); });
+    parts.for_units(2, threads, 1, pack_thin_B);
     for_row_blocks(rows, threads, [&](int64_t begin, int64_t end) {
-        const uint32_t* factor = packed;
-        for (const Part& part : parts) {
-            thin(grad + begin * stride + part.begin, stride, end - begin, part.size, factor,
+        for (const Part& part : parts)
+            thin(grad + begin * stride + part.begin, stride, end - begin, part.size, part.packed,
                  grad_h_A + begin * ranks + part.first, ranks, part.rank);
-            factor += words(part);
+    });
+    const uint32_t* pairs = row_pairs(h_A, rows, ranks, threads);
+    parts.for_units(kTallColumns, threads, 2, [&](const Part& part, int64_t first, int64_t last) {
+        const int64_t end = std::min(part.size, last * kTallColumns), rank = part.rank;
+        for (int64_t column = first * kTallColumns; column < end; column += kTallChunk) {
+            const int64_t count = std::min(kTallChunk, end - column);
+            const float* sums = tall(grad + part.begin + column, stride, rows, count, pairs + part.first, ranks, rank);
+            float* out = part.gradient + column * rank;
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t j = 0; j < rank; j++) out[i * rank + j] = part.scaling * sums[j * kTallChunk + i];
         }
     });
-    for (const Part& part : parts) {
-        if (!part.rank) continue;
-        const int64_t rank = part.rank;
-        lowbit::parallel_for(ceil_div(part.size, kTallColumns), threads, [&](int64_t first, int64_t last) {
-            const int64_t end = std::min(part.size, last * kTallColumns);
-            for (int64_t column = first * kTallColumns; column < end; column += kTallChunk) {
-                const int64_t count = std::min(kTallChunk, end - column);
-                const float* sums =
-                    tall(grad + part.begin + column, stride, rows, count, pairs + part.first, ranks, rank);
-                float* out = part.gradient + column * rank;
-                for (int64_t i = 0; i < count; i++)
-                    for (int64_t j = 0; j < rank; j++) out[i * rank + j] = part.scaling * sums[j * kTallChunk + i];
-            }
-        }, 2);
-    }
 }
 
 extern "C" void wide_A(const int64_t* raw) {

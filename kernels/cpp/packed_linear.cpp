@@ -1,4 +1,4 @@
-// y = x W^T (+ bias) for serving: dense or NF4 weights, any number of rows. Layouts and roundings:
+// y = x W^T (+ bias) for serving: dense weights or 4-bit codes into a table, any number of rows. Layouts and roundings:
 // kernels/packed_linear.py.
 //
 // An accumulator is a vector whose lanes run along k: lane i sums k = i, i + lanes, ... in order, and the lanes are
@@ -6,7 +6,7 @@
 // depend neither on the other rows nor on threads, panels or chunks.
 //
 // Why lanes along k: W stays row by row as it was loaded (a dense weight needs no second copy), and the 16 weights that
-// a block of NF4 codes can mean are one register, looked up by nibble without a shuffle afterwards.
+// a block of codes can mean are one register, looked up by nibble without a shuffle afterwards.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -37,7 +37,7 @@ constexpr int kMaxPanel = 48;            // most features of a panel of weights 
 constexpr int kSumsStride = kMaxPanel + 3;
 constexpr int64_t kPanelBytes = 20 << 10;  // decoded weights in the first-level cache, beside the rows of a tile
 constexpr int64_t kRowsBytes = 512 << 10;  // x that stays in the second-level cache while panels pass
-// Rows of x up to which NF4 codes are decoded in registers, once for all rows, instead of into a panel.
+// Rows of x up to which codes are decoded in registers, once for all rows, instead of into a panel.
 // 30 layers of SmolLM2-135M, 8 rows, per Zen 4 core: 12.4 ms, 13.4 ms through a panel; 16 rows 24.8 ms, 22.0 ms.
 constexpr int kFusedRows = 8;
 constexpr int64_t kPrefetchBytes = 8192;  // same layers, one row: 4.1 ms, without 4.9 ms
@@ -46,7 +46,7 @@ constexpr int64_t kPrefetchBytes = 8192;  // same layers, one row: 4.1 ms, witho
 struct Problem {
     const void* x;
     int64_t num_rows;
-    const void* weight;   // [N, K] floats, or NF4 codes [N, K / 32, 8] words of 16 bits
+    const void* weight;   // [N, K] floats, or codes [N, K / 32, 8] words of 16 bits
     const float* absmax;  // [N, K / group] or null: dense
     int64_t group;
     const float* codebook;
@@ -59,7 +59,7 @@ struct Problem {
 };
 
 // ---- vector units ------------------------------------------------------------------------------------------------
-// A unit multiplies kStep elements along k at once. `table` holds the 16 weights of one NF4 block; `decode` turns 16
+// A unit multiplies kStep elements along k at once. `table` holds the 16 weights of one block; `decode` turns 16
 // bytes of codes into 32 weights.
 
 #if defined(__AVX512F__)
@@ -295,9 +295,9 @@ void dot_tile(const typename Unit::Element* x, int64_t x_stride, const typename 
 }
 
 #if defined(LOWBIT_BFLOAT16_UNIT)
-// The same from NF4 codes, which are decoded in registers: the weights are not kept.
+// The same from codes, which are decoded in registers: the weights are not kept.
 template <int R, int F>
-void dot_tile_nf4(const Problem& p, const uint16_t* x, const uint8_t* codes, const float* absmax, int64_t num_groups,
+void dot_tile_codes(const Problem& p, const uint16_t* x, const uint8_t* codes, const float* absmax, int64_t num_groups,
                   float* out) {
     using Unit = BFloat16Unit;
     __m512 acc[F * R];
@@ -330,7 +330,7 @@ void dot_tile_nf4(const Problem& p, const uint16_t* x, const uint8_t* codes, con
 
 // ---- from float32 sums to y --------------------------------------------------------------------------------------
 
-// A dense bias is added before the only rounding, as addmm does; an NF4 layer's bias after it, as a tensor of its own.
+// A bias is added before the only rounding, as addmm does, or after it and rounded again, as a tensor of its own.
 template <typename B, typename Y>
 void store_row(const float* sums, const B* bias, bool rounds_before_bias, int64_t count, Y* y) {
     if (!bias) {
@@ -389,31 +389,31 @@ template <typename Unit> void decode_row(const Problem& p, int64_t feature, type
 }
 
 #if defined(LOWBIT_BFLOAT16_UNIT)
-template <int R> void nf4_rows(const Problem& p, int64_t feature, int64_t count, float* sums) {
+template <int R> void code_rows(const Problem& p, int64_t feature, int64_t count, float* sums) {
     constexpr int F = R <= 4 ? 6 : 3;  // at most 24 accumulators
     const uint16_t* x = (const uint16_t*)p.x;
     const int64_t num_groups = p.K / p.group;
     const auto codes = [&](int64_t f) { return (const uint8_t*)p.weight + (feature + f) * (p.K / 2); };
     const auto absmax = [&](int64_t f) { return p.absmax + (feature + f) * num_groups; };
     int64_t f = 0;
-    for (; f + F <= count; f += F) dot_tile_nf4<R, F>(p, x, codes(f), absmax(f), num_groups, sums + f);
-    for (; f < count; f++) dot_tile_nf4<R, 1>(p, x, codes(f), absmax(f), num_groups, sums + f);
+    for (; f + F <= count; f += F) dot_tile_codes<R, F>(p, x, codes(f), absmax(f), num_groups, sums + f);
+    for (; f < count; f++) dot_tile_codes<R, 1>(p, x, codes(f), absmax(f), num_groups, sums + f);
 }
 
 // Features begin..end for at most kFusedRows rows.
-void nf4_features(const Problem& p, int64_t begin, int64_t end) {
+void code_features(const Problem& p, int64_t begin, int64_t end) {
     float sums[kFusedRows * kSumsStride];
     for (int64_t feature = begin; feature < end; feature += kMaxPanel) {
         const int64_t count = std::min<int64_t>(kMaxPanel, end - feature);
         switch (p.num_rows) {
-            case 1: nf4_rows<1>(p, feature, count, sums); break;
-            case 2: nf4_rows<2>(p, feature, count, sums); break;
-            case 3: nf4_rows<3>(p, feature, count, sums); break;
-            case 4: nf4_rows<4>(p, feature, count, sums); break;
-            case 5: nf4_rows<5>(p, feature, count, sums); break;
-            case 6: nf4_rows<6>(p, feature, count, sums); break;
-            case 7: nf4_rows<7>(p, feature, count, sums); break;
-            default: nf4_rows<8>(p, feature, count, sums);
+            case 1: code_rows<1>(p, feature, count, sums); break;
+            case 2: code_rows<2>(p, feature, count, sums); break;
+            case 3: code_rows<3>(p, feature, count, sums); break;
+            case 4: code_rows<4>(p, feature, count, sums); break;
+            case 5: code_rows<5>(p, feature, count, sums); break;
+            case 6: code_rows<6>(p, feature, count, sums); break;
+            case 7: code_rows<7>(p, feature, count, sums); break;
+            default: code_rows<8>(p, feature, count, sums);
         }
         store_rows(p, sums, 0, p.num_rows, feature, count);
     }
@@ -472,7 +472,7 @@ template <typename Unit> void linear(const Problem& p, const typename Unit::Elem
     const auto part = [&](int64_t first, int64_t last) {
         const int64_t begin = first * kFeatures, end = std::min(p.N, last * kFeatures);
 #if defined(LOWBIT_BFLOAT16_UNIT)
-        if (p.absmax && p.x_bfloat16 && p.num_rows <= kFusedRows) return nf4_features(p, begin, end);
+        if (p.absmax && p.x_bfloat16 && p.num_rows <= kFusedRows) return code_features(p, begin, end);
 #endif
         linear_features<Unit>(p, x, begin, end);
     };

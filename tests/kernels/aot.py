@@ -79,10 +79,10 @@ def _report(
         "constants": {name: _plain(value) for name, value in constants.items()},
         "num_warps": compiled.metadata.num_warps,
         "num_stages": compiled.metadata.num_stages,
-        "shared_bytes": compiled.metadata.shared,
+        "shared": compiled.metadata.shared,
         "registers": used.registers,
-        "spilled": used.spilled,
-        "scalar_spilled": used.scalar_spilled,
+        "spills": used.spilled,
+        "scalar_spills": used.scalar_spilled,
     }
     with path.open("a") as file:  # one short write, so that parallel test processes do not mix
         file.write(json.dumps(line) + "\n")

@@ -209,3 +209,31 @@ def test_random_models_of_both_contenders_have_the_same_weights(report: ModuleTy
     for kept in seen:
         models.random_model(bench, models.SIZES_DRY, lambda layer, kept=kept: kept.extend(layer.parameters()))
     assert len(seen[0]) == 18 and all(torch.equal(a, b) for a, b in zip(*seen, strict=True))  # 2 layers of 7 + 2 norms
+
+
+CHECKS_INTERPRETED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from gpu import bench, correct
+
+tiny = bench.Bench(torch.device("cpu"), quick=False, dry=True)
+for name, (build, exact) in correct.CHECKS.items():
+    with correct.kernels("reference"):
+        function = build(tiny, torch.float32)
+        want = function()
+    with correct.kernels("triton"):
+        got = function()
+    error = max(bench.distance(a, b) for a, b in zip(got, want, strict=True))
+    assert error <= (0 if exact else bench.TOLERANCE[torch.float32]), (name, error)
+print("interpreted")
+"""
+
+
+def test_checks_reach_triton_and_agree() -> None:
+    """What a GPU will run first, in Triton's interpreter: arguments, launches and tolerances of every check."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", CHECKS_INTERPRETED, str(SCRIPTS)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.stdout == "interpreted\n", result.stderr[-3000:]

@@ -1,5 +1,6 @@
 """Linear layers for serving: exact weights, roundings, and rows whose bits do not depend on their batch."""
 
+import dataclasses
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,23 +10,25 @@ import torch
 from torch import Tensor
 
 from trainer.kernels import _cpp, _huge_pages, _tape
-from trainer.kernels.nf4 import (
-    NF4Weight,
-    nf4_dequantize_reference,
-    nf4_linear,
-    nf4_quantize_reference,
-    quantize_absmax,
-)
+from trainer.kernels.codebook4 import CodebookWeight, codebook_dequantize_reference, codebook_quantize_reference
+from trainer.kernels.codebook4_linear import codebook_linear
+from trainer.kernels.double_quant import quantize_absmax
+from trainer.kernels.int4 import Int4Weight, int4_dequantize_reference, int4_quantize
+from trainer.kernels.int8 import Int8Weight, int8_quantize
+from trainer.kernels.integer_linear import int4_linear_dynamic, int8_linear_dynamic
 from trainer.kernels.packed_linear import (
     FREE_ORDER_ROWS,
     LinearWeight,
+    decode,
+    pack_codebook_linear,
+    pack_integer_linear,
     pack_linear,
-    pack_nf4_linear,
     packed_linear,
     place_linears,
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
+KINDS = ["dense", "nf4", "fp4", "int4"]
 # out_features, in_features, block_size: a panel and more; blocks that cross rows (96, 160, 1536 in 4096); in_features
 # that is no multiple of 32, odd, below one vector; fewer features than a tile; one feature
 SHAPES = [(50, 576, 64), (17, 96, 64), (7, 48, 64), (97, 160, 64), (5, 1536, 4096), (13, 33, 32), (1, 7, 32)]
@@ -35,18 +38,51 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def nf4_weight(out_features: int, in_features: int, block_size: int, *, double_quant: bool = True, seed: int = 0):
+def codebook_weight(
+    out_features: int,
+    in_features: int,
+    block_size: int,
+    *,
+    codebook: str = "nf4",
+    double_quant: bool = True,
+    seed: int = 0,
+) -> CodebookWeight:
     dense = random(out_features, in_features, seed=seed) * 0.1
-    packed, absmax = nf4_quantize_reference(dense, block_size=block_size)
+    packed, absmax = codebook_quantize_reference(dense, codebook=codebook, block_size=block_size)
     scales = quantize_absmax(absmax) if double_quant else (absmax, None, None)
-    return NF4Weight(packed, *scales, out_features, in_features, block_size)
+    return CodebookWeight(packed, *scales, out_features, in_features, block_size, codebook)
+
+
+def int4_weight(
+    out_features: int, in_features: int, *, group_size: int | None = None, seed: int = 0, symmetric: bool = True
+) -> Int4Weight:
+    """Every code 0..15 is there: a divisor of 7.5 rounds the lowest weights to -8."""
+    dense = random(out_features, in_features, seed=seed) * 0.1
+    divisor = 7.5 if symmetric else 7.0
+    return int4_quantize(dense, group_size=group_size or in_features, symmetric=symmetric, divisor=divisor)
+
+
+def int8_weight(out_features: int, in_features: int, *, group_size: int | None = None, seed: int = 0) -> Int8Weight:
+    return int8_quantize(random(out_features, in_features, seed=seed) * 0.1, group_size=group_size or in_features)
+
+
+def act_order(weight: Int4Weight, *, seed: int = 0) -> Int4Weight:
+    """The same codes with features shuffled over the groups, as GPTQ's act-order leaves them."""
+    order = torch.randperm(weight.in_features, generator=torch.Generator().manual_seed(seed))
+    g_idx = (torch.arange(weight.in_features) // weight.group_size)[order].to(torch.int32)
+    sizes = weight.out_features, weight.in_features, weight.group_size
+    return Int4Weight(weight.packed, weight.scales, weight.zeros, g_idx, *sizes)
 
 
 def weights(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[LinearWeight, Tensor]:
     """A packed weight and the dense one that training multiplies by."""
-    if kind == "nf4":
-        weight = nf4_weight(*shape)
-        return pack_nf4_linear([weight], dtype=dtype), nf4_dequantize_reference(weight, dtype=dtype)
+    if kind in ("nf4", "fp4"):
+        weight = codebook_weight(*shape, codebook=kind)
+        return pack_codebook_linear([weight], dtype=dtype), codebook_dequantize_reference(weight, dtype=dtype)
+    if kind == "int4":
+        weight = int4_weight(*shape[:2], group_size=32 if shape[1] % 32 == 0 else None)
+        packed = pack_integer_linear([weight], dtype=dtype, dynamic=False)
+        return packed, int4_dequantize_reference(weight, dtype=dtype)
     dense = random(*shape[:2])
     return pack_linear(dense, dtype=dtype), dense.to(dtype)
 
@@ -54,7 +90,7 @@ def weights(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple
 def expected(x: Tensor, dense: Tensor, bias: Tensor | None, kind: str, out_dtype: torch.dtype) -> Tensor:
     """Sums in float64, rounded where training rounds."""
     y = x.double() @ dense.double().T
-    if kind == "nf4" and out_dtype == x.dtype:
+    if kind in ("nf4", "fp4") and out_dtype == x.dtype:
         y = y.to(out_dtype)
     return (y if bias is None else (y.double() + bias.double())).to(out_dtype)
 
@@ -81,13 +117,13 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture
 def cpp() -> None:
-    if _cpp.load("packed_linear") is None:
+    if _cpp.choose("packed_linear", "cpu") != "cpu":
         pytest.skip("no C++ compiler here")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
+@pytest.mark.parametrize("kind", KINDS)
 class TestAgainstFloat64:
     @pytest.mark.parametrize("rows", [1, 6, 13])  # decoded in registers, the same with a wide tile, through a panel
     def test_values(self, kind: str, shape: tuple[int, int, int], dtype: torch.dtype, rows: int) -> None:
@@ -101,7 +137,10 @@ class TestAgainstFloat64:
     def test_dequantize_is_exact(self, kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
         weight, dense = weights(kind, shape, dtype)
         assert torch.equal(weight.dequantize(), dense)
-        assert (weight.out_features, weight.in_features, weight.kind, weight.dtype) == (*shape[:2], kind, dtype)
+        table = kind != "dense" and (shape[1] % 32 == 0 or _cpp.choose("packed_linear", "cpu") != "cpu")
+        facts = weight.out_features, weight.in_features, weight.kind, weight.dtype, bool(weight.decoded)
+        decoded = kind != "dense" and not table
+        assert facts == (*shape[:2], "codebook" if table else "dense", dtype, decoded)
 
     def test_the_reference_reads_the_same_weight(
         self, kind: str, shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +156,7 @@ class TestAgainstFloat64:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_the_same_bits_in_every_batch(kind: str, dtype: torch.dtype, threads: Callable, cpp: None) -> None:
     shape = (205, 1056, 32)  # features and k that fill no tile, panel or chunk
     weight, _ = weights(kind, shape, dtype)
@@ -136,10 +175,10 @@ def test_a_row_is_the_same_bits_in_every_batch(kind: str, dtype: torch.dtype, th
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_features_are_the_same_bits_in_every_stack(dtype: torch.dtype, cpp: None) -> None:
     """A fused q, k, v gives what three layers give; so does each tensor-parallel slice of a weight."""
-    parts = [nf4_weight(n, 192, 64, double_quant=n != 64, seed=n) for n in (70, 64, 1)]
+    parts = [codebook_weight(n, 192, 64, double_quant=n != 64, seed=n) for n in (70, 64, 1)]
     x = random(3, 192, seed=1).to(dtype)
-    alone = [packed_linear(x, pack_nf4_linear([part], dtype=dtype)) for part in parts]
-    assert torch.equal(packed_linear(x, pack_nf4_linear(parts, dtype=dtype)), torch.cat(alone, 1))
+    alone = [packed_linear(x, pack_codebook_linear([part], dtype=dtype)) for part in parts]
+    assert torch.equal(packed_linear(x, pack_codebook_linear(parts, dtype=dtype)), torch.cat(alone, 1))
     dense = [random(n, 192, seed=n) for n in (70, 64, 1)]
     alone = [packed_linear(x, pack_linear(part, dtype=dtype)) for part in dense]
     assert torch.equal(packed_linear(x, pack_linear(dense, dtype=dtype)), torch.cat(alone, 1))
@@ -149,24 +188,23 @@ def test_original_layout_stacks_parts_that_end_inside_a_block(monkeypatch: pytes
     monkeypatch.setenv("LOWBIT_KERNELS", "reference")
     x = random(3, 96, seed=1)
     for rows in ((1, 3), (2, 4)):  # 96 and 288 weights do not fill blocks of 64, 192 and 384 do
-        parts = [nf4_weight(n, 96, 64, seed=n) for n in rows]
-        weight = pack_nf4_linear(parts, dtype=torch.float32)
+        parts = [codebook_weight(n, 96, 64, seed=n) for n in rows]
+        weight = pack_codebook_linear(parts, dtype=torch.float32)
         assert len(weight.originals) == (2 if rows == (1, 3) else 1)
-        dense = torch.cat([nf4_dequantize_reference(part, dtype=torch.float32) for part in parts])
+        dense = torch.cat([codebook_dequantize_reference(part, dtype=torch.float32) for part in parts])
         assert torch.equal(weight.dequantize(), dense)
         torch.testing.assert_close(packed_linear(x, weight), x @ dense.T, rtol=1e-5, atol=1e-5)  # summation order
 
 
 def test_equals_the_trained_layers(cpp: None) -> None:
     """nn.Linear and QuantLinear's kernel in bfloat16: one ulp apart at most, where sums of another order do."""
-    weight = nf4_weight(192, 576, 64)
+    weight = codebook_weight(192, 576, 64)
     x = random(40, 576, seed=1).bfloat16()
     bias = random(192, seed=2).bfloat16()
-    scales = weight.absmax, weight.nested_absmax, weight.nested_offset
-    trained = nf4_linear(x, weight.packed, *scales, out_features=192, block_size=64) + bias
+    trained = codebook_linear(x, weight) + bias
     dense = random(192, 576).bfloat16()
     for got, want in (
-        (packed_linear(x, pack_nf4_linear([weight], dtype=x.dtype), bias), trained),
+        (packed_linear(x, pack_codebook_linear([weight], dtype=x.dtype), bias), trained),
         (packed_linear(x, pack_linear(dense, dtype=x.dtype), bias), torch.nn.functional.linear(x, dense, bias)),
     ):
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * want.abs().max().item() / 4)
@@ -179,8 +217,8 @@ def test_bias_is_rounded_as_in_training(cpp: None) -> None:
     x = torch.tensor([[1.0, 2**-9 + 2**-10, *[0.0] * 30]]).bfloat16()
     bias = torch.tensor([2**-9]).bfloat16()
     ones = torch.ones(1, 32)
-    packed, absmax = nf4_quantize_reference(ones, block_size=32)
-    nf4 = pack_nf4_linear([NF4Weight(packed, absmax, None, None, 1, 32, 32)], dtype=torch.bfloat16)
+    packed, absmax = codebook_quantize_reference(ones, codebook="nf4", block_size=32)
+    nf4 = pack_codebook_linear([CodebookWeight(packed, absmax, None, None, 1, 32, 32)], dtype=torch.bfloat16)
     assert packed_linear(x, pack_linear(ones, dtype=torch.bfloat16), bias).item() == 1 + 2**-7
     assert packed_linear(x, nf4, bias).item() == 1
     # In float32 nothing is rounded.
@@ -189,9 +227,9 @@ def test_bias_is_rounded_as_in_training(cpp: None) -> None:
 
 def test_long_k_and_many_rows(cpp: None) -> None:
     """More than a panel and a block of rows hold: 14336 columns as in a model of 8 B parameters."""
-    weight = nf4_weight(20, 14336, 64)
-    dense = nf4_dequantize_reference(weight, dtype=torch.bfloat16)
-    packed = pack_nf4_linear([weight], dtype=torch.bfloat16)
+    weight = codebook_weight(20, 14336, 64)
+    dense = codebook_dequantize_reference(weight, dtype=torch.bfloat16)
+    packed = pack_codebook_linear([weight], dtype=torch.bfloat16)
     x = random(70, 14336, seed=1).bfloat16()
     got = packed_linear(x, packed)
     assert_equal_but_for_order(got, expected(x, dense, None, "nf4", torch.bfloat16), x, dense)
@@ -215,13 +253,15 @@ def test_no_rows_and_no_copy(cpp: None) -> None:
     assert weight.nbytes == dense.nbytes
     assert packed_linear(dense[:0], weight).shape == (0, 8)
     # 4 bits a weight and one float32 scale per 64
-    assert pack_nf4_linear([nf4_weight(8, 64, 64)], dtype=torch.bfloat16).nbytes == 8 * 64 // 2 + 8 * 4
+    assert pack_codebook_linear([codebook_weight(8, 64, 64)], dtype=torch.bfloat16).nbytes == 8 * 64 // 2 + 8 * 4
 
 
 def test_places_hold_the_same_weights(cpp: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In reading order, in one piece of memory that begins at a 2 MB page; dense weights stay where they are."""
-    packed = [pack_nf4_linear([nf4_weight(2048, 1056, 32, seed=seed)], dtype=torch.bfloat16) for seed in range(2)]
-    packed.append(pack_nf4_linear([nf4_weight(7, 96, 32)], dtype=torch.bfloat16))
+    packed = [
+        pack_codebook_linear([codebook_weight(2048, 1056, 32, seed=seed)], dtype=torch.bfloat16) for seed in range(2)
+    ]
+    packed.append(pack_codebook_linear([codebook_weight(7, 96, 32)], dtype=torch.bfloat16))
     dense = pack_linear(random(8, 64), dtype=torch.bfloat16)
     want, address = [weight.dequantize() for weight in packed], dense.weight.data_ptr()
     place_linears([*packed, dense])
@@ -253,7 +293,7 @@ def test_a_tape_replays_with_new_inputs(cpp: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batch_invariance_may_be_waived(dtype: torch.dtype) -> None:
+def test_batch_invariance_may_be_waived(dtype: torch.dtype, cpp: None) -> None:
     weight, dense = weights("nf4", (50, 576, 64), dtype)
     x = random(FREE_ORDER_ROWS, 576, seed=1).to(dtype)
     got = packed_linear(x, weight, batch_invariant=False)
@@ -264,7 +304,7 @@ def test_batch_invariance_may_be_waived(dtype: torch.dtype) -> None:
     assert torch.equal(packed_linear(x, weight), torch.cat(alone))
 
 
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_float16_runs_the_reference(kind: str) -> None:
     weight, dense = weights(kind, (50, 576, 64), torch.float16)
     x, bias = random(5, 576, seed=1).half(), random(50, seed=2).half()
@@ -272,6 +312,163 @@ def test_float16_runs_the_reference(kind: str) -> None:
     # one rounding of y and one of the sum, 2^-11 each, of values up to the largest
     scale = want.abs().max().item()
     torch.testing.assert_close(packed_linear(x, weight, bias), want, rtol=2**-10, atol=2**-10 * scale)
+
+
+# ---- INT4 and INT8
+
+MIXED = "their parts are of several codebooks"
+NO_TABLE = "8-bit codes, zero points or act-order have no table of 16 values"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int4_groups_of_several_sizes_stack_exactly(dtype: torch.dtype, cpp: None) -> None:
+    """The look-up's table[code] * scale is int4_dequantize's (code - 8) * scale, bit for bit, down to tiny scales."""
+    parts = [int4_weight(5, 576, group_size=size, seed=size) for size in (32, 64, 576)]
+    parts.append(int4_quantize(random(3, 576) * 1e-30, group_size=64))
+    parts.append(int4_quantize(random(3, 576) * 1e30, group_size=32))
+    parts.append(int4_quantize(torch.zeros(2, 576), group_size=32))
+    weight = pack_integer_linear(parts, dtype=dtype, dynamic=False)
+    assert (weight.kind, weight.group, weight.decoded) == ("codebook", 32, "")
+    dense = torch.cat([int4_dequantize_reference(part, dtype=dtype) for part in parts])
+    assert torch.equal(weight.dequantize(), dense)
+    assert {int(code) for part in parts for code in (part.packed & 15).unique()} == set(range(16))
+    assert weight.nbytes == weight.out_features * (576 // 2 + 576 // 32 * 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "parts, reason",
+    [
+        ([codebook_weight(5, 96, 32), codebook_weight(3, 96, 32, codebook="fp4")], MIXED),
+        ([codebook_weight(5, 48, 64, codebook="fp4")], "groups of 16 are no multiple of 32"),
+        ([int4_weight(7, 96, group_size=32, symmetric=False)], NO_TABLE),
+        ([act_order(int4_weight(7, 96, group_size=32))], NO_TABLE),
+        ([int4_weight(7, 33)], "groups of 33 are no multiple of 32"),
+        ([int8_weight(7, 96), int8_weight(2, 96, group_size=32)], NO_TABLE),
+        ([int8_weight(7, 96), int4_weight(2, 96)], NO_TABLE),
+    ],
+    ids=["nf4+fp4", "fp4-blocks-cross-rows", "asymmetric", "act-order", "odd-groups", "int8", "int8+int4"],
+)
+def test_other_codes_are_decoded_and_say_so(parts: list, reason: str, dtype: torch.dtype, cpp: None) -> None:
+    is_codebook = isinstance(parts[0], CodebookWeight)
+    options = {"dtype": dtype} if is_codebook else {"dtype": dtype, "dynamic": False}
+    weight = (pack_codebook_linear if is_codebook else pack_integer_linear)(parts, **options)
+    assert (weight.kind, weight.decoded) == ("dense", reason)
+    dense = torch.cat([decode(part, dtype=dtype) for part in parts])
+    assert torch.equal(weight.dequantize(), dense) and weight.nbytes == dense.nbytes
+    x, bias = random(5, dense.shape[1], seed=1).to(dtype), random(dense.shape[0], seed=2).to(dtype)
+    kind = "nf4" if is_codebook else "dense"  # where the bias is rounded
+    assert weight.rounds_before_bias == is_codebook
+    assert_equal_but_for_order(packed_linear(x, weight, bias), expected(x, dense, bias, kind, dtype), x, dense)
+
+
+INTEGERS = {
+    "int4": lambda n, k: int4_weight(n, k, group_size=32, seed=n),
+    "int4-row": lambda n, k: int4_weight(n, k, seed=n),
+    "int4-asymmetric": lambda n, k: int4_weight(n, k, group_size=64, symmetric=False, seed=n),
+    "int4-act-order": lambda n, k: act_order(int4_weight(n, k, group_size=32, seed=n)),
+    "int8": lambda n, k: int8_weight(n, k, seed=n),
+    "int8-groups": lambda n, k: int8_weight(n, k, group_size=32, seed=n),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", INTEGERS)
+class TestRoundedInputs:
+    def test_equals_the_trained_layers(self, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        """FakeQuantLinear(integer=True): each layer of the stack, then its bias, rounded each; with and without C++."""
+        parts = [INTEGERS[kind](n, 192) for n in (70, 33, 1)]
+        x, bias = random(9, 192, seed=1).to(dtype), random(104, seed=2).to(dtype)
+        multiply = int8_linear_dynamic if kind.startswith("int8") else int4_linear_dynamic
+        want = torch.cat([multiply(x, part) for part in parts], 1) + bias
+        in_float32 = torch.cat([multiply(x, part, out_dtype=torch.float32) for part in parts], 1)
+        for implementation in ("auto", "reference"):
+            if implementation == "reference":
+                monkeypatch.setenv("LOWBIT_KERNELS", "reference")
+            weight = pack_integer_linear(parts, dtype=dtype, dynamic=True)
+            assert (weight.kind, weight.out_features, weight.in_features) == ("integer", 104, 192)
+            assert torch.equal(packed_linear(x, weight, bias), want)
+            assert torch.equal(packed_linear(x, weight, out_dtype=torch.float32), in_float32)
+            assert torch.equal(weight.dequantize(), torch.cat([decode(part, dtype=dtype) for part in parts]))
+        bits = 8 if kind.startswith("int8") else 4
+        assert weight.nbytes >= 104 * 192 * bits // 8
+
+    def test_a_row_is_the_same_bits_in_every_batch(
+        self, kind: str, dtype: torch.dtype, threads: Callable, cpp: None
+    ) -> None:
+        weight = pack_integer_linear([INTEGERS[kind](205, 576)], dtype=dtype, dynamic=True)
+        x = random(513, 576, seed=1).to(dtype)
+        threads(1)
+        full = packed_linear(x, weight)
+        for num_threads in (1, 2):
+            threads(num_threads)
+            for rows in (*range(1, 20), 33, 513):
+                for batch_invariant in (True, False):
+                    y = packed_linear(x[:rows], weight, batch_invariant=batch_invariant)
+                    assert torch.equal(y, full[:rows]), (num_threads, rows)
+            assert torch.equal(packed_linear(x[7:20].flip(0).contiguous(), weight), full[7:20].flip(0))
+
+    def test_a_tape_replays_with_new_inputs(self, kind: str, dtype: torch.dtype, cpp: None) -> None:
+        weight = pack_integer_linear([INTEGERS[kind](50, 576)], dtype=dtype, dynamic=True)
+        x, bias = random(2, 576, seed=1).to(dtype), random(50, seed=2).to(dtype)
+        tape = _tape.Tape()
+        with tape.record():
+            y = packed_linear(x, weight, bias)
+        x.copy_(random(2, 576, seed=2))
+        tape.replay()
+        assert torch.equal(y, packed_linear(x, weight, bias))
+
+
+def test_panels_are_placed_too(cpp: None) -> None:
+    int4 = pack_integer_linear([int4_weight(50, 96, group_size=32, symmetric=False)], dtype=DTYPES[0], dynamic=True)
+    int8 = pack_integer_linear([int8_weight(50, 96)], dtype=DTYPES[0], dynamic=True)
+    x, before = random(3, 96), [int4.panels.codes.data_ptr(), int8.panels.codes.data_ptr()]
+    want = [packed_linear(x, weight) for weight in (int4, int8)]
+    place_linears([int4, int8])
+    assert all(torch.equal(packed_linear(x, w), y) for w, y in zip((int4, int8), want, strict=True))
+    addresses = [
+        t.data_ptr() for w in (int4, int8) for t in (w.panels.codes, w.panels.scales, w.panels.zeros) if t is not None
+    ]
+    assert addresses == sorted(addresses) and before[0] not in addresses and before[1] not in addresses
+    assert addresses[-1] - addresses[0] < int4.nbytes + int8.nbytes + 64 * len(addresses)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_float16_integers_keep_their_tensors(dynamic: bool) -> None:
+    """As on a GPU: the ops of training over merged parts, or over parts that do not merge."""
+    x, bias = random(5, 96, seed=1).half(), random(12, seed=2).half()
+    for parts, num_originals in (
+        ([int4_weight(n, 96, group_size=32, seed=n) for n in (5, 7)], 1),
+        ([int8_weight(n, 96, seed=n) for n in (5, 7)], 1),
+        ([int4_weight(5, 96, group_size=32), int4_weight(7, 96, group_size=96)], 2),
+        ([int4_weight(n, 96, group_size=32, symmetric=False, seed=n) for n in (5, 7)], 2),
+        ([int4_weight(5, 96), int8_weight(7, 96)], 2),
+    ):
+        weight = pack_integer_linear(parts, dtype=torch.float16, dynamic=dynamic)
+        assert len(weight.originals) == num_originals and not weight.decoded
+        dense = torch.cat([decode(part, dtype=torch.float16) for part in parts])
+        assert torch.equal(weight.dequantize(), dense)
+        for b in (None, bias):
+            got = packed_linear(x, weight, b)
+            if dynamic:
+                ops = [int8_linear_dynamic if isinstance(part, Int8Weight) else int4_linear_dynamic for part in parts]
+                want = torch.cat([op(x, part) for op, part in zip(ops, parts, strict=True)], 1)
+                assert torch.equal(got, want if b is None else want + b)
+            else:
+                want = expected(x, dense, b, "dense", torch.float16)
+                # one rounding of y, 2^-11 of it, and float32 sums whose order moves near-ties
+                torch.testing.assert_close(got, want, rtol=2**-10, atol=2**-10 * want.abs().max().item())
+
+
+def test_int4_adds_a_bias_inside_the_product(cpp: None) -> None:
+    """As FakeQuantLinear without rounded inputs does; see test_bias_is_rounded_as_in_training for the numbers."""
+    x = torch.tensor([[1.0, 2**-9 + 2**-10, *[0.0] * 30]]).bfloat16()
+    bias = torch.tensor([2**-9]).bfloat16()
+    ones = int4_quantize(torch.full((1, 32), 7.0), group_size=32)  # codes 7 + 8, scale 1
+    ones.scales.fill_(1 / 7)
+    weight = pack_integer_linear([ones], dtype=torch.bfloat16, dynamic=False)
+    assert weight.dequantize().eq(1).all()
+    assert packed_linear(x, weight, bias).item() == 1 + 2**-7
 
 
 PROCESSORS = {"haswell": {"avx2", "fma"}, "x86-64": set(), "x86-64-v4": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
@@ -285,7 +482,7 @@ def test_builds_for_other_processors(processor: str, monkeypatch: pytest.MonkeyP
     function, native = _tape.kernel("packed_linear", "packed_linear", f"-march={processor}"), _tape.kernel
     monkeypatch.setattr(_tape, "kernel", lambda file, name: function if file == "packed_linear" else native(file, name))
     for dtype in DTYPES:
-        for kind in ("dense", "nf4"):
+        for kind in KINDS:
             for shape in SHAPES:
                 weight, dense = weights(kind, shape, dtype)
                 x, bias = random(13, shape[1], seed=1).to(dtype), random(shape[0], seed=2).to(dtype)
@@ -295,11 +492,12 @@ def test_builds_for_other_processors(processor: str, monkeypatch: pytest.MonkeyP
                     assert torch.equal(packed_linear(x[:rows], weight, bias), got[:rows]), (dtype, kind, shape, rows)
 
 
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(kind: str, cpp: None) -> None:
     weight, _ = weights(kind, (17, 96, 64), torch.bfloat16)
     x, bias = random(5, 96, seed=1).bfloat16(), random(17, seed=2).bfloat16()
-    arguments = (x, weight.weight, weight.absmax, bias, weight.group, kind == "nf4", torch.bfloat16, True)
+    arguments = (x, weight.weight, weight.absmax, weight.table, bias, weight.group, weight.rounds_before_bias)
+    arguments += (torch.bfloat16, True)
     torch.library.opcheck(torch.ops.lowbit.packed_linear, arguments)
     assert torch.equal(torch.ops.lowbit.packed_linear(*arguments), packed_linear(x, weight, bias))
 
@@ -319,26 +517,64 @@ def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match="do not stack"):
         pack_linear([random(2, 8), random(2, 9)], dtype=torch.float32)
     with pytest.raises(ValueError, match="do not stack"):
-        pack_nf4_linear([], dtype=torch.float32)
+        pack_codebook_linear([], dtype=torch.float32)
     with pytest.raises(TypeError, match="dtype is torch.int8; use one of torch.float32"):
         pack_linear(random(2, 8), dtype=torch.int8)
+    with pytest.raises(ValueError, match="do not stack"):
+        pack_integer_linear([int4_weight(2, 32), int4_weight(2, 64)], dtype=torch.float32, dynamic=False)
+    with pytest.raises(TypeError, match="dtype is torch.int8"):
+        pack_integer_linear([int4_weight(2, 32)], dtype=torch.int8, dynamic=True)
+
+
+def test_rounded_inputs_of_other_groups_do_not_stack(cpp: None) -> None:
+    parts = [int4_weight(2, 64, group_size=32), int4_weight(2, 64, group_size=64)]
+    with pytest.raises(ValueError, match="2 weights do not stack.*same bits, in_features, group_size"):
+        pack_integer_linear(parts, dtype=torch.float32, dynamic=True)
+
+
+def on_gpu(
+    weight: CodebookWeight | Int4Weight | Int8Weight | Tensor,
+) -> CodebookWeight | Int4Weight | Int8Weight | Tensor:
+    if isinstance(weight, Tensor):
+        return weight.cuda()
+    values = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
+    return type(weight)(**{name: v.cuda() if isinstance(v, Tensor) else v for name, v in values.items()})
+
+
+GPU_WEIGHTS = {
+    "dense": lambda: random(130, 192),
+    "nf4": lambda: codebook_weight(130, 192, 64),
+    "fp4": lambda: codebook_weight(130, 192, 64, codebook="fp4"),
+    "int4": lambda: int4_weight(130, 192, group_size=32),
+    "int8": lambda: int8_weight(130, 192),
+    "int4_dynamic": lambda: int4_weight(130, 192, group_size=32),
+    "int8_dynamic": lambda: int8_weight(130, 192),
+}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
+@pytest.mark.parametrize("kind", GPU_WEIGHTS)
 def test_gpu(kind: str, dtype: torch.dtype) -> None:
-    nf4 = nf4_weight(130, 192, 64)
-    for name in ("packed", "absmax", "nested_absmax", "nested_offset"):
-        setattr(nf4, name, getattr(nf4, name).cuda())
-    dense = random(130, 192).cuda()
-    weight = pack_nf4_linear([nf4, nf4], dtype=dtype) if kind == "nf4" else pack_linear([dense, dense], dtype=dtype)
-    bias = random(260, seed=2).cuda().to(dtype)
+    part, bias = on_gpu(GPU_WEIGHTS[kind]()), random(260, seed=2).cuda().to(dtype)
+    dynamic = kind.endswith("dynamic")
+    if kind == "dense":
+        weight = pack_linear([part, part], dtype=dtype)
+    elif isinstance(part, CodebookWeight):
+        weight = pack_codebook_linear([part, part], dtype=dtype)
+    else:
+        weight = pack_integer_linear([part, part], dtype=dtype, dynamic=dynamic)
+    assert not weight.decoded and len(weight.originals) == 1
     for rows in (1, 20):
         x = random(rows, 192, seed=1).cuda().to(dtype)
         for out_dtype in {dtype, torch.float32}:
-            want = expected(x, weight.dequantize(), bias, kind, out_dtype)
             got = packed_linear(x, weight, bias, out_dtype=out_dtype)
+            if dynamic:
+                multiply = int8_linear_dynamic if isinstance(part, Int8Weight) else int4_linear_dynamic
+                y = multiply(x, part, out_dtype=out_dtype)
+                assert torch.equal(got, torch.cat([y, y], 1) + bias.to(out_dtype))
+                continue
+            want = expected(x, weight.dequantize(), bias, kind, out_dtype)
             # float32: cuBLAS sums; the rest: one ulp of bfloat16's 8 bits, of values up to the largest
             tolerance = 1e-4 if out_dtype == torch.float32 else 2**-7 * want.abs().max().item()
             torch.testing.assert_close(got, want, rtol=0, atol=tolerance)

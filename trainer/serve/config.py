@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from trainer.config import require
 
 KV_CACHE_DTYPES = ("auto", "int8")
+QUANTIZATIONS = ("none", "nf4", "fp4", "int4", "int4_dynamic", "int8_dynamic")
+DYNAMIC = ("int4_dynamic", "int8_dynamic")
+"""Inputs of linear layers are rounded to 8 bits, one scale a token."""
 
 
 @dataclass
@@ -18,7 +21,9 @@ class ServeConfig:
     dtype: str = "auto"
     """auto, bfloat16 or float32; auto as in training."""
     quantization: str | None = None
-    """nf4 packs a 16-bit model when it is loaded; none serves it as it is; null: as the run was trained, else none."""
+    """Packs a 16-bit model when it is loaded: nf4 or fp4 as in training; int4 in symmetric groups of 32; int4_dynamic
+    the same, with inputs of linear layers rounded to 8 bits, one scale a token; int8_dynamic with these inputs and a
+    scale per row of the weight. none serves it as it is; null: as the run was trained, else none."""
     adapters: list[str] = field(default_factory=list)
     """PEFT adapters to load at start: name=folder, each then a model name of its own."""
     max_loras: int = 32
@@ -97,7 +102,16 @@ class ServeConfig:
             f"kv_cache_dtype={self.kv_cache_dtype}; use one of {', '.join(KV_CACHE_DTYPES)}",
         )
         require(self.dtype in ("auto", "bfloat16", "float32"), f"dtype={self.dtype}; use auto, bfloat16 or float32")
-        require(self.quantization in (None, "none", "nf4"), f"quantization={self.quantization}; use nf4, none or null")
+        require(
+            self.quantization in (None, *QUANTIZATIONS),
+            f"quantization={self.quantization}; use {', '.join(QUANTIZATIONS)} or null",
+        )
+        require(
+            self.tensor_parallel_size == 1 or self.quantization not in DYNAMIC,
+            f"quantization={self.quantization} scales each token's whole input, and tensor_parallel_size="
+            f"{self.tensor_parallel_size} processes hold only a part of it each; use tensor_parallel_size=1, or "
+            "quantization=int4, nf4 or fp4",
+        )
         require(
             0 < self.gpu_memory_utilization <= 1,
             f"gpu_memory_utilization={self.gpu_memory_utilization}; give a share in (0, 1]",

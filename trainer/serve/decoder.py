@@ -5,6 +5,8 @@ so there is no second reading of a checkpoint that could differ. The arithmetic 
 rounding; what differs is the memory (paged) and the batch (rows of many sequences, prompts and single tokens mixed).
 """
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,17 +15,33 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.architecture import base_layer, base_model, rotary_table, sliding_windows, why_unsupported
 from trainer.config import UserError, require
+from trainer.fake_quant import FakeQuantLinear
+from trainer.kernels.codebook4 import CodebookWeight
+from trainer.kernels.codebook_bits import BitsWeight, bits_dequantize
 from trainer.kernels.embedding import embed_tokens
+from trainer.kernels.fake_quant import Grid
 from trainer.kernels.greedy_head import GreedyHead, greedy_head, pack_greedy_head
+from trainer.kernels.int4 import Int4Weight
+from trainer.kernels.int8 import Int8Weight
 from trainer.kernels.lora_rows import LoraTable, lora_rows_
-from trainer.kernels.nf4 import NF4Weight
-from trainer.kernels.packed_linear import LinearWeight, pack_linear, pack_nf4_linear, packed_linear, place_linears
+from trainer.kernels.packed_linear import (
+    LinearWeight,
+    QuantizedWeight,
+    decode,
+    pack_codebook_linear,
+    pack_integer_linear,
+    pack_linear,
+    packed_linear,
+    place_linears,
+)
 from trainer.kernels.paged_attention import AttentionBatch, KVCache, paged_attention, write_kv
 from trainer.kernels.rms_norm import add_rms_norm, rms_norm
 from trainer.kernels.rope import rope_
 from trainer.kernels.swiglu import swiglu
 from trainer.linear import QuantLinear
 from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows
+
+log = logging.getLogger(__name__)
 
 MAX_GREEDY_ROWS = 32
 """Rows of a step up to which the greedy head is used. SmolLM2-135M on 2 Zen 4 cores, milliseconds, and logits with
@@ -230,7 +248,9 @@ def decoder_from_module(
     body = model.model
     cos_sin = rotary_table(body.rotary_emb, max_model_len, config.dtype)
     layers = [_layer(f"layers.{i}", layer, config, parallel) for i, layer in enumerate(body.layers)]
-    place_linears([linear.weight for layer in layers for linear in layer.linears])
+    linears = [linear for layer in layers for linear in layer.linears]
+    place_linears([linear.weight for linear in linears])
+    _log_decoded(linears)
     output = model.get_output_embeddings()
     head = pack_linear(output.weight.detach(), dtype=config.dtype)
     return Decoder(
@@ -298,15 +318,17 @@ def _layer(name: str, layer: nn.Module, config: DecoderConfig, parallel: TensorP
 def _fuse(
     name: str, layers: dict[str, nn.Module], dtype: torch.dtype, parallel: TensorParallel, partial: bool
 ) -> Linear:
-    """One linear layer out of several with the same input; packed if all of them are packed.
+    """One linear layer out of several with the same input; packed if all of them are packed alike.
 
     partial  share the input features out over the processes, not the output features
     """
-    for part, layer in layers.items():
-        if not isinstance(layer, QuantLinear | nn.Linear):
-            raise UserError(f"{part} is a {type(layer).__name__}; the server reads nn.Linear and QuantLinear")
-    packed = all(isinstance(layer, QuantLinear) for layer in layers.values())
-    weights = [_nf4_weight(layer) if packed else _dense_weight(layer, dtype) for layer in layers.values()]
+    weights = [_stored_weight(part, layer, dtype) for part, layer in layers.items()]
+    dynamic = _rounds_input(name, layers)
+    require(
+        not dynamic or parallel.size == 1,
+        f"{name} rounds its input to 8 bits, one scale a token, and tensor_parallel_size={parallel.size} processes "
+        "hold only a part of a token each; use tensor_parallel_size=1, or weights without rounded inputs",
+    )
     biases = [layer.bias for layer in layers.values()]
     parts = {part: layer.out_features for part, layer in layers.items()}
     if parallel.size > 1 and partial:
@@ -317,35 +339,88 @@ def _fuse(
         weights = [slice_rows(weight, part) for weight, part in zip(weights, slices, strict=True)]
         biases = [None if bias is None else bias[part] for bias, part in zip(biases, slices, strict=True)]
         parts = {part: size // parallel.size for part, size in parts.items()}
-    weight = pack_nf4_linear(weights, dtype=dtype) if packed else pack_linear(weights, dtype=dtype)
+    try:
+        weight = _pack(weights, dtype, dynamic)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}; the server multiplies these layers as one: prepare them alike") from None
+    packed = [layer.quantized.weight for layer in layers.values() if isinstance(layer, QuantLinear)]
+    if any(isinstance(part, BitsWeight) for part in packed):
+        weight.decoded = "2- and 3-bit codes have no kernel that multiplies them as they are"
     bias = _fuse_biases(biases, list(parts.values()), dtype)
     return Linear(name, weight, bias, parts, partial=parallel if partial and parallel.size > 1 else None)
 
 
-def _nf4_weight(layer: QuantLinear) -> NF4Weight:
-    weight = layer.quantized
-    return NF4Weight(
-        weight.packed,
-        weight.absmax,
-        weight.nested_absmax,
-        weight.nested_offset,
-        *weight.shape,
-        weight.quantizer.block_size,
+def _rounds_input(name: str, layers: dict[str, nn.Module]) -> bool:
+    """Whether the layers round their input to 8 bits, one scale a token."""
+    grids = [getattr(layer, "activation_grid", None) for layer in layers.values()]
+    for part, grid in zip(layers, grids, strict=True):
+        require(
+            grid in (None, Grid.int8()),
+            f"{part} rounds its input to {grid}; the server takes inputs as they are, or rounds them to Grid.int8()",
+        )
+    require(
+        len(set(grids)) == 1,
+        f"{name}: some of {', '.join(layers)} round their input and others do not; the server multiplies these layers "
+        "as one: prepare them alike",
     )
+    return grids[0] is not None
 
 
-def _dense_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    if isinstance(layer, QuantLinear):
-        return layer.quantized.dequantize(dtype)
-    return layer.weight.detach()
+def _stored_weight(name: str, layer: nn.Module, dtype: torch.dtype) -> QuantizedWeight | Tensor:
+    """A layer's weight as training multiplies it: codes where it has some, else floats."""
+    match layer:
+        case QuantLinear():
+            weight = layer.quantized.weight
+            return bits_dequantize(weight, dtype=dtype) if isinstance(weight, BitsWeight) else weight
+        case nn.Linear():
+            return layer.weight.detach()
+        case FakeQuantLinear():
+            return _fake_quantized(name, layer, dtype)
+    raise UserError(f"{name} is a {type(layer).__name__}; the server reads nn.Linear, QuantLinear and FakeQuantLinear")
+
+
+def _fake_quantized(name: str, layer: FakeQuantLinear, dtype: torch.dtype) -> QuantizedWeight | Tensor:
+    try:
+        codes = layer.weight_grid.quantize(layer.weight.detach())
+    except ValueError as error:
+        raise UserError(f"{name}.weight: {error}") from None
+    if layer.activation_grid is None and layer.weight.dtype not in (torch.float32, dtype):
+        return decode(codes, dtype=layer.weight.dtype)  # training rounds to the weight's own 16 bits first
+    return codes
+
+
+def _pack(weights: Sequence[QuantizedWeight | Tensor], dtype: torch.dtype, dynamic: bool) -> LinearWeight:
+    if all(isinstance(weight, CodebookWeight) for weight in weights):
+        return pack_codebook_linear(weights, dtype=dtype)
+    if all(isinstance(weight, Int4Weight | Int8Weight) for weight in weights):
+        return pack_integer_linear(weights, dtype=dtype, dynamic=dynamic)
+    dense = pack_linear([decode(weight, dtype=dtype) for weight in weights], dtype=dtype)
+    if not all(isinstance(weight, Tensor) for weight in weights):
+        dense.decoded = "their parts are quantized in different ways, or only some of them"
+    return dense
+
+
+def _log_decoded(linears: Sequence[Linear]) -> None:
+    """Say what is kept dense although it was quantized, and what that costs."""
+    for reason in sorted({linear.weight.decoded for linear in linears} - {""}):
+        dense = [linear.weight for linear in linears if linear.weight.decoded == reason]
+        log.warning(
+            "serve    %d of %d fused layers are decoded to %s, %.1f MB: %s",
+            len(dense),
+            len(linears),
+            str(dense[0].dtype).removeprefix("torch."),
+            sum(weight.nbytes for weight in dense) / 1e6,
+            reason,
+        )
 
 
 def _fuse_biases(biases: list[Tensor | None], sizes: list[int], dtype: torch.dtype) -> Tensor | None:
     if all(bias is None for bias in biases):
         return None
+    device = next(bias.device for bias in biases if bias is not None)
     return torch.cat(
         [
-            torch.zeros(size, dtype=dtype) if bias is None else bias.detach().to(dtype)
+            torch.zeros(size, dtype=dtype, device=device) if bias is None else bias.detach().to(dtype)
             for bias, size in zip(biases, sizes, strict=True)
         ]
     )

@@ -22,7 +22,7 @@ from trainer.serve.adapters import factors_from_module
 from trainer.serve.llm import LLM, Prompt
 from trainer.serve.sampling_params import SamplingParams
 
-KERNELS = ("packed_linear", "lora_rows", "paged_attention", "elementwise")
+KERNELS = ("packed_linear", "integer_linear", "lora_rows", "paged_attention", "elementwise")
 """The C++ files of a forward (kernels/cpp)."""
 
 

@@ -6,6 +6,7 @@ a Hugging Face folder, a .gguf file, org/name, smollm2_135m, tiny
 a module in memory  as it is
 """
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -13,15 +14,26 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.compose import read_run_config
 from trainer.config import Codebook, DType, ModelConfig, ModelSource, QuantConfig, UserError, require
 from trainer.export.adapter import base_plan, put_token_rows, read_identity
 from trainer.export.base_codes import restore_base
+from trainer.fake_quant import fake_quantize_linears
+from trainer.kernels.fake_quant import Grid
 from trainer.linear import weights_sha256
 from trainer.model import load_model, prepare_model
 from trainer.serve.config import ServeConfig
+
+INTEGER_GRIDS = {
+    "int4": (Grid.int4(group_size=32), None),
+    "int4_dynamic": (Grid.int4(group_size=32), Grid.int8()),
+    "int8_dynamic": (Grid.int8(), Grid.int8()),
+}
+"""quantization -> the grids of weights and of inputs, as quantization-aware training names them."""
+
+Scheme = QuantConfig | tuple[Grid, Grid | None] | None
 
 
 @dataclass(slots=True)
@@ -51,7 +63,7 @@ def open_model(config: ServeConfig) -> OpenedModel:
     elif path.is_dir() and (path / "adapter_config.json").is_file():
         opened = _open_adapter(path, config)
     else:
-        opened = _open_base(_model_config(config.model, path, config), _quantization(config.quantization), config)
+        opened = _open_base(_model_config(config.model, path, config), _scheme(config.quantization), config)
     for item in config.adapters:
         name, _, folder = item.partition("=")
         require(name not in opened.adapters, f"adapters names {name} twice; give each its own name")
@@ -65,12 +77,12 @@ def _open_run(run: Path, config: ServeConfig) -> OpenedModel:
     trained = read_run_config(run)
     if config.dtype != "auto":
         trained.model.dtype = DType(config.dtype)
-    quant = trained.quant if config.quantization is None else _quantization(config.quantization)
+    quant = trained.quant if config.quantization is None else _scheme(config.quantization)
     adapter, merged = run / "export" / "adapter", run / "export" / "merged"
     if (merged / "config.json").is_file() and not adapter.exists():
         model = ModelConfig(ModelSource.folder, str(merged), dtype=trained.model.dtype)
         config.served_model_name = config.served_model_name or run.name
-        return _open_base(model, _quantization(config.quantization), config)
+        return _open_base(model, _scheme(config.quantization), config)
     require(
         (adapter / "adapter_config.json").is_file(),
         f"{run} holds no export/adapter; let the run finish (resume={run}), or give another model",
@@ -84,13 +96,13 @@ def _open_adapter(folder: Path, config: ServeConfig) -> OpenedModel:
         bool(base), f"{folder}/adapter_config.json names no base model; serve the base and load the adapter over it"
     )
     base_config = _model_config(base, Path(base), config)
-    quant = _quantization(config.quantization)
-    return _open_base(base_config, quant, config, adapter=folder, adapter_name=folder.resolve().name)
+    quant, name = _scheme(config.quantization), folder.resolve().name
+    return _open_base(base_config, quant, config, adapter=folder, adapter_name=name)
 
 
 def _open_base(
     model_config: ModelConfig,
-    quant: QuantConfig | None,
+    quant: Scheme,
     config: ServeConfig,
     *,
     adapter: Path | None = None,
@@ -104,11 +116,16 @@ def _open_base(
     module, tokenizer = load_model(model_config)
     # As the adapter's base was packed, unless the user wants another one: its plan says more than the run's config.
     plan = None if adapter is None or config.quantization is not None else base_plan(adapter)
-    if plan is not None or (quant is not None and quant.codebook is not Codebook.none):
-        prepare_model(module, quant or QuantConfig(), plan=plan)
+    grids = quant if quant is not None and not isinstance(quant, QuantConfig) else None
+    if plan is not None or (isinstance(quant, QuantConfig) and quant.codebook is not Codebook.none):
+        prepare_model(module, quant if isinstance(quant, QuantConfig) else QuantConfig(), plan=plan)
         if adapter is not None:
             restore_base(module, adapter, read_identity(adapter))
+    elif grids is not None:
+        _fake_quantize(module, *grids)
     sha256 = weights_sha256(module)
+    if grids is not None:  # dense weights that are rounded when they are used
+        sha256 = hashlib.sha256(f"{sha256}{grids}".encode()).hexdigest()
     if adapter is not None and model_config.add_tokens:
         put_token_rows(module, adapter)
     if torch.cuda.is_available():
@@ -126,6 +143,15 @@ def _open_base(
 def opened_module(module: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "live") -> OpenedModel:
     """A model in memory, served as it is; see adapters.factors_from_module for the adapter on it."""
     return OpenedModel(module, tokenizer, name, {}, base_sha256=weights_sha256(module))
+
+
+def _fake_quantize(module: PreTrainedModel, weights: Grid, inputs: Grid | None) -> None:
+    """Layers that compute what quantization-aware training would; the decoder packs their weights on these grids."""
+    skip = {head for head in (module.get_output_embeddings(), module.get_input_embeddings()) if head is not None}
+    try:
+        fake_quantize_linears(module, weights, inputs, skip=skip, integer=inputs is not None)
+    except ValueError as error:
+        raise UserError(f"{error}; or use quantization=nf4") from None
 
 
 def _model_config(model: str, path: Path, config: ServeConfig) -> ModelConfig:
@@ -150,8 +176,10 @@ def _model_config(model: str, path: Path, config: ServeConfig) -> ModelConfig:
     )
 
 
-def _quantization(name: str | None) -> QuantConfig | None:
-    return QuantConfig() if name == "nf4" else None
+def _scheme(quantization: str | None) -> Scheme:
+    if quantization in INTEGER_GRIDS:
+        return INTEGER_GRIDS[quantization]
+    return None if quantization in (None, "none") else QuantConfig(Codebook(quantization))
 
 
 def _name(config: ModelConfig) -> str:

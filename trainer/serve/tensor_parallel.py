@@ -15,7 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import UserError, require
-from trainer.kernels.nf4 import NF4Weight
+from trainer.kernels.codebook4 import CodebookWeight
+from trainer.kernels.int4 import Int4Weight
+from trainer.kernels.int8 import Int8Weight
+from trainer.kernels.packed_linear import QuantizedWeight
 
 IDLE_LIMIT = timedelta(days=365)
 """The others wait in a collective for rank 0's next step; torch's 30 minutes would end an idle server. A process that
@@ -87,38 +90,40 @@ class TensorParallel:
         return box[0]
 
 
-def slice_rows(weight: NF4Weight | Tensor, part: slice) -> NF4Weight | Tensor:
+def slice_rows(weight: QuantizedWeight | Tensor, part: slice) -> QuantizedWeight | Tensor:
     """Output features `part` of a weight.
 
-    raises  UserError if an NF4 block would be cut
+    raises  UserError if a block of codes would be cut
     """
     if isinstance(weight, Tensor):
         return weight[part].contiguous()
     return _slice(weight, part, slice(0, weight.in_features))
 
 
-def slice_columns(weight: NF4Weight | Tensor, part: slice) -> NF4Weight | Tensor:
+def slice_columns(weight: QuantizedWeight | Tensor, part: slice) -> QuantizedWeight | Tensor:
     """Input features `part` of a weight.
 
-    raises  UserError if an NF4 block would be cut
+    raises  UserError if a block of codes would be cut
     """
     if isinstance(weight, Tensor):
         return weight[:, part].contiguous()
     return _slice(weight, slice(0, weight.out_features), part)
 
 
-def _slice(weight: NF4Weight, rows: slice, columns: slice) -> NF4Weight:
+def _slice(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight:
+    if isinstance(weight, CodebookWeight):
+        return _slice_codebook(weight, rows, columns)
+    return _slice_groups(weight, rows, columns)
+
+
+def _slice_codebook(weight: CodebookWeight, rows: slice, columns: slice) -> CodebookWeight:
+    """Blocks run through the flattened weight and may cross rows."""
     size = weight.block_size
     whole_rows = columns.stop - columns.start == weight.in_features
     aligned = (rows.start * weight.in_features) % size == 0 and (rows.stop * weight.in_features) % size == 0
     if not whole_rows:
         aligned = all(edge % size == 0 for edge in (weight.in_features, columns.start, columns.stop))
-    require(
-        aligned,
-        f"a [{weight.out_features}, {weight.in_features}] weight in blocks of {size} cannot be cut at rows "
-        f"{rows.start}:{rows.stop}, columns {columns.start}:{columns.stop}; use another tensor_parallel_size, or "
-        "quantization=none",
-    )
+    _require_whole_blocks(aligned, weight, size, rows, columns)
     absmax = weight.plain_absmax()
     if whole_rows:
         first, last = rows.start * weight.in_features, rows.stop * weight.in_features
@@ -127,4 +132,31 @@ def _slice(weight: NF4Weight, rows: slice, columns: slice) -> NF4Weight:
         packed = weight.packed.view(weight.out_features, -1)[rows, columns.start // 2 : columns.stop // 2]
         scales = absmax.view(weight.out_features, -1)[rows, columns.start // size : columns.stop // size]
     shape = rows.stop - rows.start, columns.stop - columns.start
-    return NF4Weight(packed.reshape(-1).contiguous(), scales.reshape(-1).contiguous(), None, None, *shape, size)
+    buffers = packed.reshape(-1).contiguous(), scales.reshape(-1).contiguous(), None, None
+    return CodebookWeight(*buffers, *shape, size, weight.codebook)
+
+
+def _slice_groups(weight: Int4Weight | Int8Weight, rows: slice, columns: slice) -> Int4Weight | Int8Weight:
+    """Groups lie within a row; without act-order each is a run of features."""
+    size, g_idx = weight.group_size, getattr(weight, "g_idx", None)
+    whole_rows = columns.stop - columns.start == weight.in_features
+    aligned = whole_rows or (g_idx is None and columns.start % size == 0 and columns.stop % size == 0)
+    _require_whole_blocks(aligned, weight, size, rows, columns)
+    shape = rows.stop - rows.start, columns.stop - columns.start
+    groups = slice(columns.start // size, columns.stop // size)
+    scales = weight.scales[rows, groups].contiguous()
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(weight.packed[rows, columns].contiguous(), scales, *shape, size)
+    # An odd last feature has a byte of its own; a cut at a whole group is at a whole byte, since groups are even then.
+    packed = weight.packed[rows, columns.start // 2 : (columns.stop + 1) // 2].contiguous()
+    zeros = None if weight.zeros is None else weight.zeros[rows, groups].contiguous()
+    return Int4Weight(packed, scales, zeros, g_idx, *shape, size)
+
+
+def _require_whole_blocks(aligned: bool, weight: QuantizedWeight, size: int, rows: slice, columns: slice) -> None:
+    require(
+        aligned,
+        f"a [{weight.out_features}, {weight.in_features}] weight in blocks of {size} cannot be cut at rows "
+        f"{rows.start}:{rows.stop}, columns {columns.start}:{columns.stop}; use another tensor_parallel_size, or "
+        "quantization=none",
+    )
