@@ -16,7 +16,8 @@ def test_every_recipe_runs_and_leaves_a_whole_folder(train, tmp_path, jsonl, rec
     done = train(f"conf={recipe}", *TINY, f"data.path={jsonl}", "tracker=wandb")
     (run_dir,) = (tmp_path / "outputs" / recipe).iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", run_dir.name)
-    for name in ("config.yaml", "metrics.jsonl", "metrics.json", "train.log", "checkpoints/step_3", "export/adapter"):
+    export = "export/merged" if recipe == "full" else "export/adapter"
+    for name in ("config.yaml", "metrics.jsonl", "metrics.json", "train.log", "checkpoints/step_3", export):
         assert (run_dir / name).exists(), name
     assert list((run_dir / "wandb").glob("offline-run-*"))
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
