@@ -3,13 +3,12 @@
     y = round(sum_k x_k W_k)        dx = g W        W = dequantize(codes) in the dtype of x; sums are float32
 
 While few rows share the weight it is decoded beside the dot products, which read an eighth of a float32 weight's bytes;
-from MAX_FUSED_ROWS rows on it is decoded once into a dense matrix that torch multiplies. Nothing dense is kept for the
-backward, which decodes again. On CPUs AVX512-BF16 products take subnormal weights and inputs (below 1.2e-38) for zeros.
+beyond MAX_FUSED_ROWS rows (MAX_FUSED_ROWS_GPU on GPUs) it is decoded once into a dense matrix that torch multiplies.
+Nothing dense is kept for the backward, which decodes again. On CPUs AVX512-BF16 products take subnormal weights and
+inputs (below 1.2e-38) for zeros.
 
 The server has its own layout and kernel (kernels/packed_linear.py); this one serves training and evaluation.
 """
-
-import os
 
 import torch
 from torch import Tensor
@@ -30,12 +29,18 @@ from trainer.kernels.codebook4 import (
     weight_tensors,
 )
 from trainer.kernels.double_quant import load_absmax
+from trainer.kernels.split_k import MIN_SPAN, dot_dtype, launch_split, load_pairs, span, store_split
 
 # 576x1536, bfloat16, 2 Zen 4 cores: 8 rows take 114 us fused and 203 us through a dense weight.
 MAX_FUSED_ROWS = 8
-# BLOCK_M/N/K by size of a float: float32 dots keep their operands in registers, so less fits. Chosen for no spills on
-# sm_80, sm_90, sm_100 and gfx942; not timed there yet.
-LINEAR_TILES = {2: (16, 32, 128), 4: (16, 32, 32)}
+MAX_FUSED_ROWS_GPU = 16  # one tile of rows; not timed yet
+# By size of a float: float32 dots keep their operands in registers, so less fits. One warp, since a table of 16 values
+# then lies in its registers and a look-up is a shuffle; more warps share it through memory, with barriers. Chosen for
+# no spills on sm_80, sm_90, sm_100 and gfx942; not timed there yet.
+LINEAR_TILES = {
+    2: {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 1, "PROGRAMS": 1024},
+    4: {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "num_warps": 1, "PROGRAMS": 1024},
+}
 
 
 # ---- reference
@@ -67,55 +72,57 @@ def codebook_linear_cpu(x: Tensor, weight: CodebookWeight) -> Tensor:
 @triton.jit
 def _linear_kernel(
     x_ptr, packed_ptr, absmax_ptr, nested_absmax_ptr, nested_offset_ptr, map_ptr, codebook_ptr, y_ptr,
-    num_rows, in_features, out_features, stride_x_row, stride_y_row,
-    BLOCK_SIZE: tl.constexpr, DOUBLE_QUANT: tl.constexpr, DOT: tl.constexpr,
+    num_rows, in_features, out_features, row_bytes, features_per_split, stride_x_row,
+    BLOCK_SIZE: tl.constexpr, SPAN: tl.constexpr, DOUBLE_QUANT: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """in_features must be even. Even and odd k are summed in two dots: high nibbles meet x[0::2], low ones x[1::2]."""
-    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    feature = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    """y [splits, num_rows, out_features]: what each part of in_features adds to the product.
+
+    Even and odd k are summed in two dots: high nibbles meet x[0::2], low ones x[1::2]. SPAN weights of a row share a
+    scale: they never cross a block, so that a scale is loaded once for them.
+    """
+    SPANS: tl.constexpr = BLOCK_K // SPAN
+    feature = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    split = tl.program_id(1)
+    row = tl.arange(0, BLOCK_M)
+    table = tl.load(codebook_ptr + tl.arange(0, 16))
+    first_byte = tl.arange(0, SPANS)[None, :, None] * (SPAN // 2) + tl.arange(0, SPAN // 2)[None, None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, in_features, BLOCK_K):
-        k = start + 2 * tl.arange(0, BLOCK_K // 2)
-        x_mask = (row[:, None] < num_rows) & (k[None, :] < in_features)
-        x_ptrs = x_ptr + row[:, None] * stride_x_row + k[None, :]
-        x_even = tl.load(x_ptrs, mask=x_mask, other=0.0).to(tl.float32).to(DOT)
-        x_odd = tl.load(x_ptrs + 1, mask=x_mask, other=0.0).to(tl.float32).to(DOT)
-        mask = (k[:, None] < in_features) & (feature[None, :] < out_features)
-        element = feature[None, :] * in_features + k[:, None]  # [BLOCK_K / 2, BLOCK_N]
-        packed = tl.load(packed_ptr + element // 2, mask=mask, other=0).to(tl.int32)
-        block = element // BLOCK_SIZE
-        absmax = load_absmax(absmax_ptr, nested_absmax_ptr, nested_offset_ptr, map_ptr, block, mask, DOUBLE_QUANT)
-        high = (tl.load(codebook_ptr + (packed >> 4)) * absmax).to(x_ptr.dtype.element_ty).to(DOT)
-        low = (tl.load(codebook_ptr + (packed & 15)) * absmax).to(x_ptr.dtype.element_ty).to(DOT)
-        acc = tl.dot(x_even, high, acc, input_precision="ieee")
-        acc = tl.dot(x_odd, low, acc, input_precision="ieee")
-    y_mask = (row[:, None] < num_rows) & (feature[None, :] < out_features)
-    y_ptrs = y_ptr + row[:, None] * stride_y_row + feature[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
+    begin = split * features_per_split
+    for start in range(begin, tl.minimum(begin + features_per_split, in_features), BLOCK_K):
+        even, odd = load_pairs(x_ptr, stride_x_row, row, num_rows, start, in_features, DOT, BLOCK_K)
+        byte = start // 2 + first_byte
+        mask = (byte < row_bytes) & (feature < out_features)[:, None, None]
+        packed = tl.load(packed_ptr + feature[:, None, None] * row_bytes + byte, mask=mask, other=0).to(tl.int32)
+        k = start + tl.arange(0, SPANS) * SPAN
+        scale_mask = (k < in_features)[None, :] & (feature < out_features)[:, None]
+        block = (feature[:, None] * in_features + k[None, :]) // BLOCK_SIZE
+        absmax = load_absmax(absmax_ptr, nested_absmax_ptr, nested_offset_ptr, map_ptr, block, scale_mask, DOUBLE_QUANT)
+        high = _look_up(table, packed >> 4) * absmax[:, :, None]
+        low = _look_up(table, packed & 15) * absmax[:, :, None]
+        high = tl.reshape(high.to(x_ptr.dtype.element_ty).to(DOT), (BLOCK_N, BLOCK_K // 2))
+        low = tl.reshape(low.to(x_ptr.dtype.element_ty).to(DOT), (BLOCK_N, BLOCK_K // 2))
+        acc = tl.dot(even, tl.trans(high), acc, input_precision="ieee")
+        acc = tl.dot(odd, tl.trans(low), acc, input_precision="ieee")
+    store_split(y_ptr, acc, split, row, feature, num_rows, out_features)
+
+
+@triton.jit
+def _look_up(table, code):
+    return tl.reshape(tl.gather(table, tl.reshape(code, (code.numel,)), 0), code.shape)
 
 
 def codebook_linear_triton(x: Tensor, weight: CodebookWeight) -> Tensor:
     rows = x.reshape(-1, weight.in_features).contiguous()
-    if rows.shape[0] > MAX_FUSED_ROWS or rows.shape[0] == 0 or weight.in_features % 2:
+    if rows.shape[0] > MAX_FUSED_ROWS_GPU or rows.shape[0] == 0 or weight.in_features % MIN_SPAN:
         return x @ codebook_dequantize_triton(weight, dtype=x.dtype).T
-    y = rows.new_empty(rows.shape[0], weight.out_features)
-    default = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), LINEAR_TILES[x.element_size()], strict=True))
-    tile = tiles("codebook_linear", x.device, default, itemsize=x.element_size())
-    grid = triton.cdiv(rows.shape[0], tile["BLOCK_M"]), triton.cdiv(weight.out_features, tile["BLOCK_N"])
-    _linear_kernel[grid](
-        rows, *weight_tensors(weight), y, *rows.shape, weight.out_features, rows.stride(0), y.stride(0),
-        BLOCK_SIZE=weight.block_size, DOUBLE_QUANT=weight.double_quant, DOT=_dot_dtype(x.dtype),
-        **tile, enable_fp_fusion=False,
+    tile = tiles("codebook_linear", x.device, LINEAR_TILES[x.element_size()], itemsize=x.element_size())
+    constants = {"BLOCK_SIZE": weight.block_size, "DOUBLE_QUANT": weight.double_quant, "DOT": dot_dtype(x.dtype)}
+    y = launch_split(
+        _linear_kernel, tile, rows, weight_tensors(weight), weight.out_features, weight.in_features // 2,
+        span=span(weight.in_features, weight.block_size, tile["BLOCK_K"]), **constants,
     )  # fmt: skip
     return y.view(*x.shape[:-1], weight.out_features)
-
-
-def _dot_dtype(dtype: torch.dtype) -> "tl.dtype":
-    """The operand type of tl.dot; Triton's interpreter multiplies bfloat16 bit patterns, so there it is float32."""
-    if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1":
-        return tl.bfloat16
-    return tl.float16 if dtype == torch.float16 else tl.float32
 
 
 # ---- registered op

@@ -45,18 +45,20 @@ from trainer.kernels.int8 import (
     check_weight,
     check_x,
     divide,
-    dot_dtype,
     few_rows_in_cpp,
     quantize_in_cpp,
     raise_not_finite,
     rounded_scales,
 )
+from trainer.kernels.split_k import MIN_SPAN, dot_dtype, launch_split, load_pairs, span, store_split
 
 DIVISORS = (7.0, 7.5, 8.0)
 SYMMETRIC_ZERO = 8
-# BLOCK_M/N/K of the fused linear by size of a float, chosen for no spills on sm_80, sm_90, sm_100 and gfx942; not timed
-# there yet.
-LINEAR_TILES = {2: (16, 32, 128), 4: (16, 32, 32)}
+# Of the fused linear by size of a float, chosen for no spills on sm_80, sm_90, sm_100 and gfx942; not timed there yet.
+LINEAR_TILES = {
+    2: {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "PROGRAMS": 512},
+    4: {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "PROGRAMS": 512},
+}
 
 
 @dataclass(slots=True)
@@ -233,33 +235,39 @@ def _int4_dequantize_kernel(
 @triton.jit
 def _int4_linear_kernel(
     x_ptr, packed_ptr, scales_ptr, zeros_ptr, y_ptr,
-    num_rows, in_features, out_features, group_size, stride_x_row, stride_y_row,
-    HAS_ZEROS: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    num_rows, in_features, out_features, row_bytes, group_size, num_groups, features_per_split, stride_x_row,
+    HAS_ZEROS: tl.constexpr, SPAN: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """in_features must be even. Even and odd k are summed in two dots: low nibbles meet x[0::2], high ones x[1::2]."""
-    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    feature = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    """y [splits, num_rows, out_features]: what each part of in_features adds to the product.
+
+    Even and odd k are summed in two dots: low nibbles meet x[0::2], high ones x[1::2]. SPAN weights share a group.
+    """
+    SPANS: tl.constexpr = BLOCK_K // SPAN
     dtype = x_ptr.dtype.element_ty
+    feature = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    split = tl.program_id(1)
+    row = tl.arange(0, BLOCK_M)
+    first_byte = tl.arange(0, SPANS)[None, :, None] * (SPAN // 2) + tl.arange(0, SPAN // 2)[None, None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, in_features, BLOCK_K):
-        k = start + 2 * tl.arange(0, BLOCK_K // 2)
-        x_mask = (row[:, None] < num_rows) & (k[None, :] < in_features)
-        x_ptrs = x_ptr + row[:, None] * stride_x_row + k[None, :]
-        x_even = tl.load(x_ptrs, mask=x_mask, other=0.0).to(tl.float32).to(DOT)
-        x_odd = tl.load(x_ptrs + 1, mask=x_mask, other=0.0).to(tl.float32).to(DOT)
-        mask = (k[:, None] < in_features) & (feature[None, :] < out_features)
-        packed_ptrs = packed_ptr + feature[None, :] * (in_features // 2) + k[:, None] // 2  # [BLOCK_K / 2, BLOCK_N]
-        packed = tl.load(packed_ptrs, mask=mask, other=0).to(tl.int32)
-        group = feature[None, :] * (in_features // group_size) + k[:, None] // group_size
-        scale = tl.load(scales_ptr + group, mask=mask, other=0.0)
-        zero = _load_zero(zeros_ptr, group, mask, HAS_ZEROS)
+    begin = split * features_per_split
+    for start in range(begin, tl.minimum(begin + features_per_split, in_features), BLOCK_K):
+        even, odd = load_pairs(x_ptr, stride_x_row, row, num_rows, start, in_features, DOT, BLOCK_K)
+        byte = start // 2 + first_byte
+        mask = (byte < row_bytes) & (feature < out_features)[:, None, None]
+        packed = tl.load(packed_ptr + feature[:, None, None] * row_bytes + byte, mask=mask, other=0).to(tl.int32)
+        k = start + tl.arange(0, SPANS) * SPAN
+        group_mask = (k < in_features)[None, :] & (feature < out_features)[:, None]
+        group = feature[:, None] * num_groups + k[None, :] // group_size
+        scale = tl.load(scales_ptr + group, mask=group_mask, other=0.0)[:, :, None]
+        zero = _load_zero(zeros_ptr, group, group_mask, HAS_ZEROS)[:, :, None]
         low = (((packed & 15) - zero).to(tl.float32) * scale).to(dtype).to(DOT)
         high = (((packed >> 4) - zero).to(tl.float32) * scale).to(dtype).to(DOT)
-        acc = tl.dot(x_even, low, acc, input_precision="ieee")
-        acc = tl.dot(x_odd, high, acc, input_precision="ieee")
-    y_mask = (row[:, None] < num_rows) & (feature[None, :] < out_features)
-    y_ptrs = y_ptr + row[:, None] * stride_y_row + feature[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
+        low = tl.trans(tl.reshape(low, (BLOCK_N, BLOCK_K // 2)))
+        high = tl.trans(tl.reshape(high, (BLOCK_N, BLOCK_K // 2)))
+        acc = tl.dot(even, low, acc, input_precision="ieee")
+        acc = tl.dot(odd, high, acc, input_precision="ieee")
+    store_split(y_ptr, acc, split, row, feature, num_rows, out_features)
 
 
 def int4_dequantize_triton(weight: Int4Weight, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -280,16 +288,14 @@ def int4_dequantize_triton(weight: Int4Weight, *, dtype: torch.dtype, out: Tenso
 def int4_linear_triton(x: Tensor, weight: Int4Weight) -> Tensor:
     rows = x.reshape(-1, weight.in_features).contiguous()
     few = 0 < rows.shape[0] <= MAX_FUSED_ROWS
-    if not few or weight.in_features % 2 or weight.g_idx is not None:
+    if not few or weight.in_features % MIN_SPAN or weight.g_idx is not None:
         return x @ int4_dequantize_triton(weight, dtype=x.dtype).T
-    y = rows.new_empty(rows.shape[0], weight.out_features)
-    default = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), LINEAR_TILES[x.element_size()], strict=True))
-    tile = tiles("int4_linear", x.device, default, itemsize=x.element_size())
-    grid = triton.cdiv(rows.shape[0], tile["BLOCK_M"]), triton.cdiv(weight.out_features, tile["BLOCK_N"])
-    _int4_linear_kernel[grid](
-        rows, weight.packed, weight.scales, weight.zeros, y, *rows.shape, weight.out_features, weight.group_size,
-        rows.stride(0), y.stride(0), HAS_ZEROS=weight.zeros is not None, DOT=dot_dtype(x.dtype),
-        **tile, enable_fp_fusion=False,
+    tile = tiles("int4_linear", x.device, LINEAR_TILES[x.element_size()], itemsize=x.element_size())
+    y = launch_split(
+        _int4_linear_kernel, tile, rows, (weight.packed, weight.scales, weight.zeros), weight.out_features,
+        weight.in_features // 2, weight.group_size, weight.num_groups,
+        span=span(weight.in_features, weight.group_size, tile["BLOCK_K"]),
+        HAS_ZEROS=weight.zeros is not None, DOT=dot_dtype(x.dtype),
     )  # fmt: skip
     return y.view(*x.shape[:-1], weight.out_features)
 

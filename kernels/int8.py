@@ -14,7 +14,6 @@ Grid of activations, per token (row of x) and symmetric: the same with s_x = max
 multiply a dense copy. Products in integer arithmetic: kernels/integer_linear.py.
 """
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +23,7 @@ from trainer.kernels import _cpp
 from trainer.kernels._tape import call, kernel
 from trainer.kernels._triton import tl, triton
 from trainer.kernels._tuning import tiles
+from trainer.kernels.split_k import MIN_SPAN, dot_dtype, launch_split, span, store_split
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,10 +33,14 @@ CPP_DTYPES = (torch.float32, torch.bfloat16)
 # Up to so many rows decode weights beside the products; more multiply a dense copy. 4096x4096, INT4 in groups of 32, 2
 # Zen 4 cores: 8 rows take 1.5 ms fused; 9 rows through a dense bfloat16 copy 18 ms.
 MAX_FUSED_ROWS = 16
-# BLOCK_M/N/K of the fused linear by size of a float, and weights a program dequantizes. Chosen for no spills on sm_80,
-# sm_90, sm_100 and gfx942; not timed there yet.
-LINEAR_TILES = {2: (16, 32, 64), 4: (16, 32, 32)}
+# Of the fused linear by size of a float; weights a program dequantizes; features of an activation that a program reads
+# at a time. Chosen for no spills on sm_80, sm_90, sm_100 and gfx942; not timed there yet.
+LINEAR_TILES = {
+    2: {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "PROGRAMS": 512},
+    4: {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "PROGRAMS": 512},
+}
 NUM_WEIGHTS = 2048
+NUM_FEATURES = 1024
 DTYPE_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # cpp/lowbit.h
 
 
@@ -291,24 +295,80 @@ def _int8_dequantize_kernel(
 
 @triton.jit
 def _int8_linear_kernel(
-    x_ptr, packed_ptr, scales_ptr, y_ptr, num_rows, in_features, out_features, group_size, stride_x_row, stride_y_row,
-    DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, packed_ptr, scales_ptr, y_ptr,
+    num_rows, in_features, out_features, group_size, num_groups, features_per_split, stride_x_row,
+    SPAN: tl.constexpr, DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    feature = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    """y [splits, num_rows, out_features]: what each part of in_features adds. SPAN weights share a group."""
+    SPANS: tl.constexpr = BLOCK_K // SPAN
+    feature = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    split = tl.program_id(1)
+    row = tl.arange(0, BLOCK_M)
+    span_k = tl.arange(0, SPANS) * SPAN
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, in_features, BLOCK_K):
+    begin = split * features_per_split
+    for start in range(begin, tl.minimum(begin + features_per_split, in_features), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        x_mask = (row[:, None] < num_rows) & (k[None, :] < in_features)
+        x_mask = (row < num_rows)[:, None] & (k < in_features)[None, :]
         x = tl.load(x_ptr + row[:, None] * stride_x_row + k[None, :], mask=x_mask, other=0.0).to(tl.float32).to(DOT)
-        mask = (k[:, None] < in_features) & (feature[None, :] < out_features)
-        element = feature[None, :] * in_features + k[:, None]  # [BLOCK_K, BLOCK_N]
-        code = tl.load(packed_ptr + element, mask=mask, other=0).to(tl.float32)
-        scale = tl.load(scales_ptr + element // group_size, mask=mask, other=0.0)
-        acc = tl.dot(x, (code * scale).to(x_ptr.dtype.element_ty).to(DOT), acc, input_precision="ieee")
-    y_mask = (row[:, None] < num_rows) & (feature[None, :] < out_features)
-    y_ptrs = y_ptr + row[:, None] * stride_y_row + feature[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
+        k = start + span_k[None, :, None] + tl.arange(0, SPAN)[None, None, :]
+        mask = (k < in_features) & (feature < out_features)[:, None, None]
+        code = tl.load(packed_ptr + feature[:, None, None] * in_features + k, mask=mask, other=0).to(tl.float32)
+        k = start + span_k
+        group = feature[:, None] * num_groups + k[None, :] // group_size
+        group_mask = (k < in_features)[None, :] & (feature < out_features)[:, None]
+        scale = tl.load(scales_ptr + group, mask=group_mask, other=0.0)[:, :, None]
+        dense = tl.reshape((code * scale).to(x_ptr.dtype.element_ty).to(DOT), (BLOCK_N, BLOCK_K))
+        acc = tl.dot(x, tl.trans(dense), acc, input_precision="ieee")
+    store_split(y_ptr, acc, split, row, feature, num_rows, out_features)
+
+
+@triton.jit
+def _quantize_activations_kernel(
+    x_ptr, given_scale_ptr, order_ptr, codes_ptr, scales_ptr, in_features, stride_x_row, NUM_FEATURES: tl.constexpr
+):  # fmt: skip
+    """A program quantizes a row; codes[k] is of x[order[k]]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, NUM_FEATURES)
+    # As integers the bits of |x| sort like the numbers, with inf and nan on top: tl.max alone would drop nan.
+    bits = tl.zeros((NUM_FEATURES,), dtype=tl.int32)
+    for start in range(0, in_features, NUM_FEATURES):
+        x = tl.load(x_ptr + row * stride_x_row + start + column, mask=start + column < in_features, other=0.0)
+        bits = tl.maximum(bits, x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    bits = tl.max(bits, axis=0)
+    finite = bits < 0x7F800000
+    if given_scale_ptr is None:
+        scale = tl.div_rn(bits.to(tl.float32, bitcast=True), 127.0)
+        scale = tl.where(scale == 0, 1.0, scale)
+    else:
+        scale = tl.load(given_scale_ptr)
+    tl.store(scales_ptr + row, tl.where(finite, scale, float("nan")))
+    for start in range(0, in_features, NUM_FEATURES):
+        k = start + column
+        mask = k < in_features
+        source = k if order_ptr is None else tl.load(order_ptr + k, mask=mask, other=0)
+        x = tl.load(x_ptr + row * stride_x_row + source, mask=mask, other=0.0).to(tl.float32)
+        code = tl.div_rn(tl.where(finite, x, 0.0), tl.zeros_like(x) + tl.where(finite, scale, 1.0))
+        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
+        code = (code + 12582912.0 - 12582912.0).to(tl.int8)  # 1.5 * 2^23: the sum rounds half to even
+        tl.store(codes_ptr + row * in_features + k, code, mask=mask)
+
+
+def quantize_activations_triton(
+    x: Tensor, *, scale: Tensor | None = None, order: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """order  [in_features] int32, or None: codes are those of x[..., order]"""
+    in_features = x.shape[-1]
+    rows = x.reshape(-1, in_features)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if codes.numel():
+        _quantize_activations_kernel[(rows.shape[0],)](
+            rows, scale, order, codes, scales, in_features, rows.stride(0),
+            NUM_FEATURES=min(NUM_FEATURES, triton.next_power_of_2(in_features)), enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes, scales
 
 
 def int8_dequantize_triton(weight: Int8Weight, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -323,25 +383,15 @@ def int8_dequantize_triton(weight: Int8Weight, *, dtype: torch.dtype, out: Tenso
 
 def int8_linear_triton(x: Tensor, weight: Int8Weight) -> Tensor:
     rows = x.reshape(-1, weight.in_features).contiguous()
-    if not 0 < rows.shape[0] <= MAX_FUSED_ROWS:
+    if not 0 < rows.shape[0] <= MAX_FUSED_ROWS or weight.in_features % MIN_SPAN:
         return x @ int8_dequantize_triton(weight, dtype=x.dtype).T
-    y = rows.new_empty(rows.shape[0], weight.out_features)
-    default = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), LINEAR_TILES[x.element_size()], strict=True))
-    tile = tiles("int8_linear", x.device, default, itemsize=x.element_size())
-    grid = triton.cdiv(rows.shape[0], tile["BLOCK_M"]), triton.cdiv(weight.out_features, tile["BLOCK_N"])
-    _int8_linear_kernel[grid](
-        rows, weight.packed, weight.scales, y, *rows.shape, weight.out_features, weight.group_size,
-        rows.stride(0), y.stride(0), DOT=dot_dtype(x.dtype),
-        **tile, enable_fp_fusion=False,
+    tile = tiles("int8_linear", x.device, LINEAR_TILES[x.element_size()], itemsize=x.element_size())
+    y = launch_split(
+        _int8_linear_kernel, tile, rows, (weight.packed, weight.scales), weight.out_features,
+        weight.group_size, weight.num_groups, DOT=dot_dtype(x.dtype),
+        span=span(weight.in_features, weight.group_size, tile["BLOCK_K"]),
     )  # fmt: skip
     return y.view(*x.shape[:-1], weight.out_features)
-
-
-def dot_dtype(dtype: torch.dtype) -> "tl.dtype":
-    """The operand type of tl.dot; Triton's interpreter multiplies bfloat16 bit patterns, so there it is float32."""
-    if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") != "1":
-        return tl.bfloat16
-    return tl.float16 if dtype == torch.float16 else tl.float32
 
 
 # ---- registered ops
@@ -406,10 +456,16 @@ def _backward(ctx, grad: Tensor):
 _int8_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
+_QUANTIZE_ACTIVATIONS = {
+    "reference": quantize_activations_reference,
+    "cpu": quantize_activations_cpu,
+    "triton": quantize_activations_triton,
+}
+
+
 @torch.library.custom_op("lowbit::quantize_activations", mutates_args=())
 def _quantize_activations(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    cpu = _cpp.choose("integer_linear", x.device.type) == "cpu"
-    return (quantize_activations_cpu if cpu else quantize_activations_reference)(x, scale=scale)
+    return _QUANTIZE_ACTIVATIONS[_cpp.choose("integer_linear", x.device.type)](x, scale=scale)
 
 
 @_quantize_activations.register_fake

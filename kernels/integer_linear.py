@@ -34,6 +34,7 @@ from trainer.kernels.int8 import (
     check_x,
     check_x_scale,
     quantize_activations_reference,
+    quantize_activations_triton,
 )
 
 PANEL = 32
@@ -256,8 +257,7 @@ def linear_dynamic_triton(
     if four_bits:
         weight, order = regroup(weight)
         zeros = weight.zeros
-    codes, scales = quantize_activations_reference(x, scale=x_scale)
-    codes = codes.contiguous() if order is None else codes[:, order].contiguous()
+    codes, scales = quantize_activations_triton(x, scale=x_scale, order=order)
     y = torch.empty(x.shape[0], weight.out_features, dtype=out_dtype, device=x.device)
     default = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), PRODUCT_TILE, strict=True))
     tile = tiles("integer_linear", x.device, default, bits=4 if four_bits else 8)

@@ -1,246 +1,59 @@
-"""The paged KV cache (PagedAttention, arXiv:2309.06180): writing keys and values into it, and attention over it.
+"""Attention over the paged KV cache of kernels/kv_cache.py (PagedAttention, arXiv:2309.06180).
 
 Formula. Row j of sequence b, of q_len rows, has position p = seq_lens[b] - q_len + j. Head h reads KV head
 h // (num_heads / num_kv_heads), and of that the keys n with max(0, p - sliding_window + 1) <= n <= p:
     s_n = scale * q . k_n;   out = sum_n exp(s_n - max s) v_n / sum_n exp(s_n - max s)
 q, k and v are read in the compute dtype, everything between is float32, the output is rounded once, as in torch's SDPA.
 Decode (q_len 1), chunks of a prompt and mixtures are the same call. A row without keys, or of no sequence, gives zeros.
+Codes of an int8 cache are summed first, q . codes, and multiplied by the scale after it.
 
-Slots. Token n of sequence b lies in block block_tables[b, n // block_size] at offset n % block_size; its slot is
-block * block_size + offset. An int8 cache keeps codes rint(x / scale) and one float32 scale = absmax / 127 for each
-token and KV head, for keys and values apart; q . codes is summed first and multiplied by the scale after it.
-
-Layouts of one layer, chosen when the cache is allocated:
-    plain    k, v [num_blocks, num_kv_heads, block_size, head_dim]                        Triton and the reference
-    packed   k    [num_blocks, num_kv_heads, head_dim / pair, block_size, pair]           C++
-             v    [num_blocks, num_kv_heads, block_size, head_dim rounded up to 16]
-    scales   [num_blocks, num_kv_heads, block_size] float32
-pair is 1 for float32, else 2: a packed vector of 16 keys holds one pair of dimensions of each, which meets a broadcast
-pair of q in a bfloat16 dot instruction, so that no sum ever crosses lanes.
-
-Batch invariance. The C++ kernel cuts keys into chunks at multiples of a fixed size from position 0, and a row runs
-through its chunks in order with the same arithmetic in a decode step and in a tile of a long prompt. The bits of a row
-depend on its own q, keys and values alone.
+Batch invariance. Keys are cut into chunks at multiples of a fixed size from position 0, and the bits of a row depend on
+its own q, keys and values alone.
+    C++     a row runs through its chunks in order, with the same arithmetic in a decode step and in a tile of a prompt.
+    Triton  each chunk starts a softmax of its own (peak, norm, sum of values), and a row's chunks are merged in
+            ascending order: in registers, or, where sequences are too few to fill a GPU, by a second kernel after
+            programs that took a chunk each (flash-decoding, arXiv:2311.01282). Merging is elementwise and nothing is
+            contracted to fused multiply-adds, so both ways give the same bits. Norms are summed in an order that is
+            written down, not left to the layout of a tile, so that tiles of 16 rows (decode) and of 32 (prompts)
+            agree wherever the compiler multiplies both with one instruction: on NVIDIA below the 64 rows of Hopper's
+            wgmma. On AMD, whose tiles of 32 rows have an instruction of their own, bits hold among decode steps.
+The grid depends on the numbers of tokens, sequences and columns of block_tables alone, so that CUDA graphs can hold it.
 """
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from trainer.kernels import _cpp, _tape
+from trainer.kernels import _tape
 from trainer.kernels._triton import tl, triton
 from trainer.kernels._tuning import tiles
+from trainer.kernels.kv_cache import (
+    DTYPE_IDS,
+    KVCache,
+    KVLayer,
+    check_qkv,
+    gather_kv,
+    implementation,
+    split_qkv,
+    write_kv,
+    write_kv_reference,
+)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_BLOCK_SIZE = 256
-MAX_HEAD_DIM = 256
-_LANES = 16  # keys of one vector: block_size is a multiple, and so is the width of packed values
+__all__ = ["AttentionBatch", "KVCache", "KVLayer", "paged_attention", "write_kv", "write_kv_reference"]
+
+NO_WINDOW = 1 << 30  # keys
+# Keys of a chunk, a multiple of every BLOCK_N: 1 x 131,072 tokens of 8 KV heads are 1,024 programs, 8 for each
+# multiprocessor of an H200. Not timed yet.
+CHUNK = 1024
+SPLIT_BYTES = 256 << 20  # of partial sums; batches that need more have sequences enough to fill a GPU
+MERGED_CHUNKS = 8  # chunks whose partial sums are loaded at a time
 # BLOCK_M of tiles of a prompt up to a head_dim of 128 (64 in int8; then 16), and BLOCK_N, by size of a float: float32
-# dots keep operands in registers, so less fits. Chosen for no spills on sm_80, sm_90, sm_100 and gfx942, save float32
-# with an int8 cache from a head_dim of 128 on; not timed there yet.
+# dots keep operands in registers, so less fits. Chosen for no spills on sm_80, sm_90, sm_100 and gfx942 (float32: up to
+# a head_dim of 64); not timed there yet.
 PREFILL_ROWS = {2: 32, 4: 16}
 TILE_KEYS = {2: 32, 4: 16}
-NO_WINDOW = 1 << 30  # keys
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_DTYPE_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # cpp/lowbit.h
-
-
-# ---- the cache
-
-
-@dataclass(slots=True)
-class KVLayer:
-    """One layer of a KVCache: the tensors in one of the layouts above, and the sizes that follow from their shapes."""
-
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    num_kv_heads: int = field(init=False)
-    head_dim: int = field(init=False)
-    block_size: int = field(init=False)
-    packed: bool = field(init=False)
-    descriptor: Tensor | None = field(init=False)  # what the C++ kernels read, as one argument
-
-    def __post_init__(self) -> None:
-        _, self.num_kv_heads, self.block_size, self.head_dim = self.v.shape
-        self.packed = self.k.dim() == 5
-        self.descriptor = None
-        if self.packed:
-            self.head_dim = self.k.shape[2] * self.k.shape[4]
-            tensors = self.k, self.v, self.k_scale, self.v_scale
-            pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-            sizes = [self.num_kv_heads, self.head_dim, self.block_size, _DTYPE_IDS[self.k.dtype]]
-            self.descriptor = torch.tensor([*pointers, *sizes], dtype=torch.int64)
-
-    def key_slots(self) -> Tensor:
-        """A view [num_blocks, block_size, num_kv_heads, head_dim / pair, pair]."""
-        return _key_slots(self.k[None])[0]
-
-    def value_slots(self) -> Tensor:
-        """A view [num_blocks, block_size, num_kv_heads, head_dim]."""
-        return _value_slots(self.v[None], self.head_dim)[0]
-
-
-@dataclass(slots=True)
-class KVCache:
-    """Keys and values of all layers in blocks of `block_size` tokens; made by `allocate`."""
-
-    k: Tensor  # [num_layers, *a layer's k]
-    v: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    compute_dtype: torch.dtype
-    layers: list[KVLayer] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        scales = (None,) * len(self.k) if self.k_scale is None else self.k_scale
-        value_scales = (None,) * len(self.k) if self.v_scale is None else self.v_scale
-        self.layers = [KVLayer(*tensors) for tensors in zip(self.k, self.v, scales, value_scales, strict=True)]
-
-    @classmethod
-    def allocate(
-        cls,
-        num_layers: int,
-        num_blocks: int,
-        *,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype,
-        compute_dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> "KVCache":
-        """An uninitialised cache in the layout of the implementation that `_cpp.choose` names now.
-
-        head_dim       even, 16..256, and the smaller 2..14 of tiny models
-        block_size     tokens of a block, a multiple of 16 up to 256
-        dtype          compute_dtype, or int8
-        compute_dtype  float32, bfloat16 or float16: the dtype of qkv
-        raises         ValueError if a size or dtype is not one of these
-        """
-        device = torch.device(device)
-        _check_sizes(num_layers, num_blocks, num_kv_heads, head_dim, block_size, dtype, compute_dtype)
-        packed = _is_packed(compute_dtype, device)
-        k_shape, v_shape = _block_shapes(num_kv_heads, head_dim, block_size, dtype, packed)
-        k = torch.empty(num_layers, num_blocks, *k_shape, dtype=dtype, device=device)
-        v = torch.empty(num_layers, num_blocks, *v_shape, dtype=dtype, device=device)
-        if dtype != torch.int8:
-            return cls(k, v, None, None, compute_dtype)
-        scale_shape = num_layers, num_blocks, num_kv_heads, block_size
-        k_scale, v_scale = (torch.empty(scale_shape, dtype=torch.float32, device=device) for _ in range(2))
-        return cls(k, v, k_scale, v_scale, compute_dtype)
-
-    @staticmethod
-    def block_bytes(
-        num_layers: int,
-        *,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype,
-        compute_dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> int:
-        """Bytes of one block over all layers, scales and padding included; the arguments of `allocate`."""
-        _check_sizes(num_layers, 1, num_kv_heads, head_dim, block_size, dtype, compute_dtype)
-        packed = _is_packed(compute_dtype, torch.device(device))
-        shapes = _block_shapes(num_kv_heads, head_dim, block_size, dtype, packed)
-        scales = 2 * 4 * num_kv_heads * block_size if dtype == torch.int8 else 0
-        return num_layers * (sum(map(_numel, shapes)) * dtype.itemsize + scales)
-
-    @property
-    def num_layers(self) -> int:
-        return self.k.shape[0]
-
-    @property
-    def num_blocks(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.v.shape[2]
-
-    @property
-    def block_size(self) -> int:
-        return self.v.shape[3]
-
-    @property
-    def head_dim(self) -> int:
-        return self.k.shape[3] * self.k.shape[5] if self.packed else self.k.shape[4]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.k.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.k.device
-
-    @property
-    def packed(self) -> bool:
-        return self.k.dim() == 6
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors())
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks over all layers, for copy-on-write; all sources are read before a destination is written.
-
-        pairs   (source block, destination block)
-        raises  ValueError if a block is not in the cache
-        """
-        self.copy_to(self, pairs)
-
-    def copy_to(self, other: "KVCache", pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of this cache into blocks of another, which may lie on another device in another layout.
-
-        pairs   (block of self, block of other)
-        raises  ValueError if the caches differ in sizes or dtype, or if a block is not in its cache
-        """
-        if not pairs:
-            return
-        if self._block_kind() != other._block_kind():
-            raise ValueError(
-                f"blocks of {self._block_kind()} cannot be copied to {other._block_kind()}; allocate alike"
-            )
-        sources = self._block_index("source", [source for source, _ in pairs])
-        destinations = other._block_index("destination", [destination for _, destination in pairs])
-        if self.packed == other.packed:
-            for source, destination in zip(self._tensors(), other._tensors(), strict=True):
-                destination[:, destinations] = source[:, sources].to(other.device)
-            return
-        keys = _key_slots(self.k)[:, sources].flatten(-2).to(other.device)
-        slots = _key_slots(other.k)
-        slots[:, destinations] = keys.unflatten(-1, slots.shape[-2:])
-        values = _value_slots(self.v, self.head_dim)[:, sources].to(other.device)
-        _value_slots(other.v, self.head_dim)[:, destinations] = values
-        for source, destination in zip(self._tensors()[2:], other._tensors()[2:], strict=True):
-            destination[:, destinations] = source[:, sources].to(other.device)
-
-    def gather(self, layer: int, block_table: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` keys and values of a sequence, dequantized.
-
-        block_table  at least ceil(length / block_size) blocks
-        returns      k, v [length, num_kv_heads, head_dim] float32
-        """
-        return _gather(self.layers[layer], torch.tensor(block_table, dtype=torch.int64, device=self.device), length)
-
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.k, self.v, self.k_scale, self.v_scale) if tensor is not None]
-
-    def _block_kind(self) -> str:
-        sizes = f"num_layers={self.num_layers} num_kv_heads={self.num_kv_heads} head_dim={self.head_dim}"
-        return f"KVCache({sizes} block_size={self.block_size} dtype={self.dtype})"
-
-    def _block_index(self, name: str, blocks: list[int]) -> Tensor:
-        if min(blocks) < 0 or max(blocks) >= self.num_blocks:
-            raise ValueError(f"{name} blocks {blocks} are not all in 0..{self.num_blocks - 1}; check the block tables")
-        return torch.tensor(blocks, device=self.device)
 
 
 @dataclass(slots=True)
@@ -270,108 +83,25 @@ class AttentionBatch:
         _check_index("slot_mapping", self.slot_mapping, torch.int64, (self.num_tokens,))
 
 
-def _is_packed(compute_dtype: torch.dtype, device: torch.device) -> bool:
-    """C++ has no float16 arithmetic: a float16 cache on a CPU is the reference's."""
-    return compute_dtype != torch.float16 and _cpp.choose("paged_attention", device.type) == "cpu"
-
-
-def _block_shapes(
-    num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, packed: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if not packed:
-        return ((num_kv_heads, block_size, head_dim),) * 2
-    pair = 1 if dtype == torch.float32 else 2
-    return (num_kv_heads, head_dim // pair, block_size, pair), (num_kv_heads, block_size, -(-head_dim // 16) * 16)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return functools.reduce(int.__mul__, shape, 1)
-
-
-def _key_slots(k: Tensor) -> Tensor:
-    """[layers, *a layer's k] -> a view [layers, num_blocks, block_size, num_kv_heads, head_dim / pair, pair]"""
-    return k.permute(0, 1, 4, 2, 3, 5) if k.dim() == 6 else k.transpose(2, 3).unsqueeze(-1)
-
-
-def _value_slots(v: Tensor, head_dim: int) -> Tensor:
-    """[layers, *a layer's v] -> a view [layers, num_blocks, block_size, num_kv_heads, head_dim]"""
-    return v.transpose(2, 3)[..., :head_dim]
-
-
-# ---- checks shared by all implementations
-
-
-def _check_sizes(
-    num_layers: int,
-    num_blocks: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-) -> None:
-    if block_size % _LANES or not 0 < block_size <= MAX_BLOCK_SIZE:
-        raise ValueError(f"block_size={block_size} is not a multiple of 16 up to {MAX_BLOCK_SIZE}; use 16, 32 or 64")
-    if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"head_dim={head_dim} is not an even number up to {MAX_HEAD_DIM}; this model is not supported")
-    if compute_dtype not in DTYPES:
-        raise ValueError(f"compute_dtype={compute_dtype} is unknown; use one of {', '.join(map(str, DTYPES))}")
-    if dtype not in (compute_dtype, torch.int8):
-        raise ValueError(f"dtype={dtype} of a KV cache is neither compute_dtype={compute_dtype} nor torch.int8")
-    if min(num_layers, num_blocks, num_kv_heads) < 1:
-        sizes = f"num_layers={num_layers} num_blocks={num_blocks} num_kv_heads={num_kv_heads}"
-        raise ValueError(f"{sizes}: each must be at least 1; give the KV cache more memory or use a smaller model")
-
-
 def _check_index(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
         raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; a batch needs contiguous {dtype} {shape}")
 
 
-def _check_qkv(qkv: Tensor, layer: KVLayer, num_tokens: int, num_heads: int) -> None:
-    """One cheap condition, since a decode step asks for each layer; the message looks closer."""
-    columns = (num_heads + 2 * layer.num_kv_heads) * layer.head_dim
-    if qkv.shape == (num_tokens, columns) and num_heads % layer.num_kv_heads == 0 and qkv.stride(1) == 1:
-        # C++ would read float16 as bfloat16.
-        accepted = DTYPES[:2] if layer.packed else DTYPES
-        if qkv.dtype == layer.k.dtype or (layer.k_scale is not None and qkv.dtype in accepted):
-            return
-    raise ValueError(
-        f"qkv is {qkv.dtype} {tuple(qkv.shape)} with strides {qkv.stride()}; num_heads={num_heads} (a multiple of "
-        f"{layer.num_kv_heads} KV heads), head_dim={layer.head_dim} and {num_tokens} slots need row-contiguous "
-        f"[{num_tokens}, {columns}] of the cache's compute dtype"
-    )
-
-
 # ---- the reference
-
-
-def write_kv_reference(qkv: Tensor, layer: KVLayer, slot_mapping: Tensor, *, num_heads: int) -> None:
-    kept = slot_mapping >= 0
-    block = slot_mapping[kept] // layer.block_size
-    offset = slot_mapping[kept] % layer.block_size
-    _, k, v = _split(qkv[kept], layer, num_heads)
-    if layer.k_scale is not None:
-        k, k_scale = _quantize(k)
-        v, v_scale = _quantize(v)
-        layer.k_scale.transpose(1, 2)[block, offset] = k_scale
-        layer.v_scale.transpose(1, 2)[block, offset] = v_scale
-    key_slots = layer.key_slots()
-    key_slots[block, offset] = k.unflatten(-1, key_slots.shape[-2:])
-    layer.value_slots()[block, offset] = v
 
 
 def paged_attention_reference(
     qkv: Tensor, layer: KVLayer, batch: AttentionBatch, *, num_heads: int, scale: float, sliding_window: int | None
 ) -> Tensor:
     out = torch.zeros(len(qkv), num_heads, layer.head_dim, dtype=torch.float32, device=qkv.device)
-    q = _split(qkv, layer, num_heads)[0].float()
+    q = split_qkv(qkv, layer, num_heads)[0].float()
     rows = batch.cu_seqlens.tolist()
     for b, seq_len in enumerate(batch.seq_lens.tolist()):
         begin, end = rows[b], rows[b + 1]
         if begin == end or seq_len == 0:
             continue
-        k, v = _gather(layer, batch.block_tables[b].long(), seq_len)  # [N, kv_heads, head_dim]
+        k, v = gather_kv(layer, batch.block_tables[b].long(), seq_len)  # [N, kv_heads, head_dim]
         queries = q[begin:end].unflatten(1, (layer.num_kv_heads, -1))  # [Q, kv_heads, group, head_dim]
         scores = torch.einsum("qkgd,nkd->qkgn", queries, k) * scale
         position = torch.arange(seq_len - (end - begin), seq_len, device=qkv.device)[:, None, None, None]
@@ -384,38 +114,7 @@ def paged_attention_reference(
     return out.flatten(1).to(qkv.dtype)
 
 
-def _split(qkv: Tensor, layer: KVLayer, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, (num_heads + 2 * num_kv_heads) * head_dim] -> q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim]"""
-    sizes = num_heads, layer.num_kv_heads, layer.num_kv_heads
-    return qkv.unflatten(1, (-1, layer.head_dim)).split(sizes, dim=1)
-
-
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., head_dim] float -> codes [..., head_dim] int8, scale [...] float32"""
-    x = x.float()
-    scale = x.abs().amax(-1) / 127
-    codes = (x / scale[..., None]).round().clamp(-127, 127)
-    return codes.where(scale[..., None] > 0, 0).to(torch.int8), scale
-
-
-def _gather(layer: KVLayer, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    position = torch.arange(length, device=block_table.device)
-    block, offset = block_table[position // layer.block_size], position % layer.block_size
-    k = layer.key_slots()[block, offset].flatten(-2).float()
-    v = layer.value_slots()[block, offset].float()
-    if layer.k_scale is None:
-        return k, v
-    k_scale, v_scale = (scale.transpose(1, 2)[block, offset] for scale in (layer.k_scale, layer.v_scale))
-    return k * k_scale[..., None], v * v_scale[..., None]
-
-
 # ---- C++
-
-
-def write_kv_cpu(qkv: Tensor, layer: KVLayer, slot_mapping: Tensor, *, num_heads: int) -> None:
-    function = _tape.kernel("paged_attention", "write_kv")
-    kind = _DTYPE_IDS[qkv.dtype]
-    _tape.call(function, qkv, qkv.stride(0), kind, slot_mapping, slot_mapping.shape[0], num_heads, layer.descriptor)
 
 
 def paged_attention_cpu(
@@ -425,7 +124,7 @@ def paged_attention_cpu(
     tables = batch.block_tables
     _tape.call(
         _tape.kernel("paged_attention", "paged_attention"),
-        qkv, qkv.stride(0), _DTYPE_IDS[qkv.dtype], qkv.shape[0], out, num_heads, layer.descriptor,
+        qkv, qkv.stride(0), DTYPE_IDS[qkv.dtype], qkv.shape[0], out, num_heads, layer.descriptor,
         batch.cu_seqlens, batch.seq_lens, tables, batch.num_seqs, tables.shape[1], float(scale), sliding_window or 0,
     )  # fmt: skip
     return out
@@ -435,116 +134,158 @@ def paged_attention_cpu(
 
 
 @triton.jit
-def _write_kv_kernel(
-    qkv_ptr, slot_mapping_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-    stride_qkv_row, num_heads, num_kv_heads, block_size,
-    HEAD_DIM: tl.constexpr, INT8: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A program stores one token of one KV head."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    slot = tl.load(slot_mapping_ptr + token)
-    if slot >= 0:
-        block = slot // block_size
-        offset = slot % block_size
-        dim = tl.arange(0, BLOCK_K)
-        mask = dim < HEAD_DIM
-        row_ptr = qkv_ptr + token * stride_qkv_row
-        k = tl.load(row_ptr + (num_heads + head) * HEAD_DIM + dim, mask=mask, other=0.0)
-        v = tl.load(row_ptr + (num_heads + num_kv_heads + head) * HEAD_DIM + dim, mask=mask, other=0.0)
-        head_slot = (block * num_kv_heads + head) * block_size + offset
-        start = head_slot * HEAD_DIM
-        if INT8:
-            k_codes, k_scale = _quantize_row(k.to(tl.float32))
-            v_codes, v_scale = _quantize_row(v.to(tl.float32))
-            tl.store(k_scale_ptr + head_slot, k_scale)
-            tl.store(v_scale_ptr + head_slot, v_scale)
-            tl.store(k_ptr + start + dim, k_codes, mask=mask)
-            tl.store(v_ptr + start + dim, v_codes, mask=mask)
-        else:
-            tl.store(k_ptr + start + dim, k, mask=mask)
-            tl.store(v_ptr + start + dim, v, mask=mask)
-
-
-@triton.jit
-def _quantize_row(x):
-    # As integers the bits of |x| sort like the numbers, with inf and nan on top: tl.max alone would drop nan.
-    absmax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(absmax, 127.0)
-    code = tl.div_rn(x, tl.zeros_like(x) + tl.where(scale > 0, scale, 1.0))
-    code = tl.minimum(tl.maximum(code, -127.0), 127.0)
-    return (code + 12582912.0 - 12582912.0).to(tl.int8), scale  # 1.5 * 2^23: the sum rounds half to even
-
-
-@triton.jit
 def _paged_attention_kernel(
-    qkv_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, cu_seqlens_ptr, seq_lens_ptr, block_tables_ptr, out_ptr,
-    stride_qkv_row, stride_out_row, stride_table_row, num_seqs, num_kv_heads, block_size, scale, sliding_window,
+    qkv_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, cu_seqlens_ptr, seq_lens_ptr, block_tables_ptr, out_ptr, stats_ptr,
+    stride_qkv_row, stride_out_row, stride_table_row, num_seqs, num_kv_heads, block_size, scale, sliding_window, splits,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr, DOT: tl.constexpr,
+    CHUNK: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the GROUP heads of one KV head for TOKENS tokens of one sequence.
+    """A program computes the GROUP heads of one KV head for TOKENS tokens of one sequence, over all chunks or one.
 
-    Sequence b has the programs from cu_seqlens[b] // TOKENS + b on: room for its tiles, found by bisection, so that the
-    grid depends on the numbers of tokens and sequences alone and a CUDA graph can hold the launch.
+    Sequence b has the programs from cu_seqlens[b] // TOKENS + b on: room for its tiles, found by bisection.
+    SPLIT: out [rows, heads, splits, HEAD_DIM] and stats [rows, heads, splits, 2] (peak, norm), both float32, take what
+    each chunk gives, chunk c at c % splits; programs of chunks that a sequence does not have end at once.
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    low = 0
-    high = num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        starts = tl.load(cu_seqlens_ptr + middle) // TOKENS + middle <= program
-        low = tl.where(starts, middle, low)
-        high = tl.where(starts, high, middle)
-    seq = low
+    seq = _sequence_of(cu_seqlens_ptr, num_seqs, program, TOKENS)
     first_row = tl.load(cu_seqlens_ptr + seq)
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - first_row
     first_token = (program - first_row // TOKENS - seq) * TOKENS
     if first_token < query_len:
         first_position = tl.load(seq_lens_ptr + seq) - query_len + first_token
+        begin = tl.maximum(first_position - sliding_window + 1, 0)
+        end = first_position + tl.minimum(TOKENS, query_len - first_token)
         m = tl.arange(0, BLOCK_M)
         token = first_token + m // GROUP
         # Rows and keys behind the end are loaded from the last one: masks of whole tiles would cost registers.
         row = (first_row + tl.minimum(token, query_len - 1)).to(tl.int64)
-        column = (kv_head * GROUP + m % GROUP) * HEAD_DIM
-        dim = tl.arange(0, BLOCK_K)
-        q = _load_rows(qkv_ptr + row * stride_qkv_row + column, dim, HEAD_DIM, BLOCK_K).to(DOT)
-        position = first_position + m // GROUP
-
-        peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        norm = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        acc = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
-        begin = tl.maximum(first_position - sliding_window + 1, 0) // BLOCK_N * BLOCK_N
-        end = first_position + tl.minimum(TOKENS, query_len - first_token)
-        for start in range(begin, end, BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N)
-            key = tl.minimum(n, end - 1)
-            block = tl.load(block_tables_ptr + seq.to(tl.int64) * stride_table_row + key // block_size).to(tl.int64)
-            head_slot = (block * num_kv_heads + kv_head) * block_size + key % block_size
-            k = _load_rows(k_ptr + head_slot * HEAD_DIM, dim, HEAD_DIM, BLOCK_K).to(DOT)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if INT8:
-                scores *= tl.load(k_scale_ptr + head_slot)[None, :]
-            # 0 <= position - n < sliding_window as one unsigned comparison
-            seen = (position[:, None] - n[None, :]).to(tl.uint32, bitcast=True) < tl.cast(sliding_window, tl.uint32)
-            scores = tl.where(seen, scores * 1.44269504, float("-inf"))  # log2(e): the softmax runs on powers of 2
-            new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf - -inf would be nan
-            weights = tl.exp2(scores - shift[:, None])
-            rescale = tl.exp2(peak - shift)
-            norm = norm * rescale + tl.sum(weights, axis=1)
-            if INT8:
-                weights *= tl.load(v_scale_ptr + head_slot)[None, :]
-            v = _load_rows(v_ptr + head_slot * HEAD_DIM, dim, HEAD_DIM, BLOCK_K).to(DOT)
-            acc = tl.dot(weights.to(DOT), v, acc * rescale[:, None], input_precision="ieee")
-            peak = new_peak
-        out = acc / tl.where(norm > 0, norm, 1.0)[:, None]
-        out_ptrs = out_ptr + (row * stride_out_row + column)[:, None] + dim[None, :]
+        head = kv_head * GROUP + m % GROUP
         row_mask = (m < TOKENS * GROUP) & (token < query_len)
-        out_mask = row_mask[:, None] if HEAD_DIM == BLOCK_K else row_mask[:, None] & (dim < HEAD_DIM)[None, :]
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+        dim = tl.arange(0, BLOCK_K)
+        mask = row_mask[:, None] if HEAD_DIM == BLOCK_K else row_mask[:, None] & (dim < HEAD_DIM)[None, :]
+        position = first_position + m // GROUP
+        table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table_row
+        if SPLIT:
+            first_chunk = begin // CHUNK + tl.program_id(2)
+            last_chunk = tl.minimum(first_chunk + 1, tl.cdiv(end, CHUNK))
+        else:
+            first_chunk = begin // CHUNK
+            last_chunk = tl.cdiv(end, CHUNK)
+        q = _load_rows(qkv_ptr + row * stride_qkv_row + head * HEAD_DIM, dim, HEAD_DIM, BLOCK_K).to(DOT)
+        peak, norm, acc = _nothing(BLOCK_M, BLOCK_K)
+        for chunk in range(first_chunk, last_chunk):
+            chunk_peak, _, chunk_acc = _nothing(BLOCK_M, BLOCK_K)
+            norms = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            first_key = tl.maximum(begin // BLOCK_N * BLOCK_N, chunk * CHUNK)
+            for start in range(first_key, tl.minimum(end, (chunk + 1) * CHUNK), BLOCK_N):
+                n = start + tl.arange(0, BLOCK_N)
+                key = tl.minimum(n, end - 1)
+                block = tl.load(table_ptr + key // block_size).to(tl.int64)
+                head_slot = (block * num_kv_heads + kv_head) * block_size + key % block_size
+                k = _load_rows(k_ptr + head_slot * HEAD_DIM, dim, HEAD_DIM, BLOCK_K).to(DOT)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                if INT8:
+                    scores *= tl.load(k_scale_ptr + head_slot)[None, :]
+                # 0 <= position - n < sliding_window as one unsigned comparison
+                seen = (position[:, None] - n[None, :]).to(tl.uint32, bitcast=True) < tl.cast(sliding_window, tl.uint32)
+                scores = tl.where(seen, scores * 1.44269504, float("-inf"))  # log2(e): the softmax has powers of 2
+                new_peak = tl.maximum(chunk_peak, tl.max(scores, axis=1))
+                shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf - -inf would be nan
+                weights = tl.exp2(scores - shift[:, None])
+                rescale = tl.exp2(chunk_peak - shift)
+                norms = norms * rescale[:, None] + weights
+                if INT8:
+                    weights *= tl.load(v_scale_ptr + head_slot)[None, :]
+                v = _load_rows(v_ptr + head_slot * HEAD_DIM, dim, HEAD_DIM, BLOCK_K).to(DOT)
+                chunk_acc = tl.dot(weights.to(DOT), v, chunk_acc * rescale[:, None], input_precision="ieee")
+                chunk_peak = new_peak
+            chunk_norm = _sum_columns(norms)
+            if SPLIT:
+                slot = (row * num_kv_heads * GROUP + head) * splits + chunk % splits
+                tl.store(stats_ptr + 2 * slot, chunk_peak, mask=row_mask)
+                tl.store(stats_ptr + 2 * slot + 1, chunk_norm, mask=row_mask)
+                tl.store(out_ptr + (slot * HEAD_DIM)[:, None] + dim[None, :], chunk_acc, mask=mask)
+            else:
+                peak, norm, acc = _merge(peak, norm, acc, chunk_peak, chunk_norm, chunk_acc)
+        if not SPLIT:
+            out = acc / tl.where(norm > 0, norm, 1.0)[:, None]
+            out_ptrs = out_ptr + (row * stride_out_row + head * HEAD_DIM)[:, None] + dim[None, :]
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merge_kernel(
+    acc_ptr, stats_ptr, cu_seqlens_ptr, seq_lens_ptr, out_ptr,
+    stride_out_row, num_seqs, num_heads, sliding_window, splits,
+    HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, MERGED_CHUNKS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program merges the chunks of one head of one row: the order and the arithmetic of the kernel above."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    seq = _sequence_of(cu_seqlens_ptr, num_seqs, row, 0)
+    after = tl.load(cu_seqlens_ptr + seq + 1)
+    end = tl.where(row < after, tl.load(seq_lens_ptr + seq) - after + row + 1, 0)  # behind the row's position
+    last_chunk = tl.cdiv(end, CHUNK)
+    dim = tl.arange(0, BLOCK_K)
+    slots = (row.to(tl.int64) * num_heads + head) * splits
+    one = tl.arange(0, 1)
+    peak, norm, acc = _nothing(1, BLOCK_K)
+    for first in range(tl.maximum(end - sliding_window, 0) // CHUNK, last_chunk, MERGED_CHUNKS):
+        for i in tl.static_range(MERGED_CHUNKS):  # beyond the last: nothing, which changes no bit
+            there = one + first + i < last_chunk
+            slot = slots + (first + i) % splits + one
+            chunk_peak = tl.load(stats_ptr + 2 * slot, mask=there, other=float("-inf"))
+            chunk_norm = tl.load(stats_ptr + 2 * slot + 1, mask=there, other=0.0)
+            acc_ptrs = acc_ptr + (slot * HEAD_DIM)[:, None] + dim[None, :]
+            chunk_acc = tl.load(acc_ptrs, mask=there[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+            peak, norm, acc = _merge(peak, norm, acc, chunk_peak, chunk_norm, chunk_acc)
+    out = acc / tl.where(norm > 0, norm, 1.0)[:, None]
+    out_ptrs = out_ptr + row.to(tl.int64) * stride_out_row + head * HEAD_DIM + one[:, None] + dim[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(dim < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _sequence_of(cu_seqlens_ptr, num_seqs, index, TOKENS: tl.constexpr):
+    """The last sequence that starts at or before program `index` of tiles of TOKENS, or 0: at or before row `index`."""
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(cu_seqlens_ptr + middle)
+        starts = (start if TOKENS == 0 else start // TOKENS + middle) <= index
+        low = tl.where(starts, middle, low)
+        high = tl.where(starts, high, middle)
+    return low
+
+
+@triton.jit
+def _nothing(BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """peak, norm and sum of values of no keys"""
+    peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    return peak, tl.zeros((BLOCK_M,), dtype=tl.float32), tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+
+
+@triton.jit
+def _merge(peak, norm, acc, new_peak, new_norm, new_acc):
+    """Those of the keys of both; merging nothing changes no bit."""
+    top = tl.maximum(peak, new_peak)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    old = tl.exp2(peak - shift)
+    new = tl.exp2(new_peak - shift)
+    return top, norm * old + new_norm * new, acc * old[:, None] + new_acc * new[:, None]
+
+
+@triton.jit
+def _sum_columns(x):
+    """tl.sum over axis 1 (up to 2^10) by neighbours: in an order that is not the compiler's, as tl.sum's is."""
+    for _ in tl.static_range(10):
+        if x.shape[1] > 1:
+            even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+            x = even + odd
+    return tl.reshape(x, (x.shape[0],))
 
 
 @triton.jit
@@ -556,80 +297,68 @@ def _load_rows(row_ptrs, dim, HEAD_DIM: tl.constexpr, BLOCK_K: tl.constexpr):
     return rows
 
 
-def write_kv_triton(qkv: Tensor, layer: KVLayer, slot_mapping: Tensor, *, num_heads: int) -> None:
-    if not len(qkv):
-        return
-    int8 = layer.k_scale is not None
-    scales = (layer.k_scale, layer.v_scale) if int8 else (layer.k, layer.v)  # not read, but a kernel needs pointers
-    _write_kv_kernel[(len(qkv), layer.num_kv_heads)](
-        qkv, slot_mapping, layer.k, layer.v, *scales, qkv.stride(0), num_heads, layer.num_kv_heads, layer.block_size,
-        HEAD_DIM=layer.head_dim, INT8=int8, BLOCK_K=triton.next_power_of_2(layer.head_dim),
-    )  # fmt: skip
-
-
 def paged_attention_triton(
     qkv: Tensor, layer: KVLayer, batch: AttentionBatch, *, num_heads: int, scale: float, sliding_window: int | None
 ) -> Tensor:
-    out = qkv.new_zeros(len(qkv), num_heads * layer.head_dim)
-    if not len(qkv):
+    num_rows, head_dim, int8 = len(qkv), layer.head_dim, layer.k_scale is not None
+    decode, window = batch.num_tokens <= batch.num_seqs, sliding_window or NO_WINDOW
+    tile = _tile(num_heads // layer.num_kv_heads, head_dim, qkv, decode=decode, int8=int8)
+    tokens = tile["BLOCK_M"] // (num_heads // layer.num_kv_heads)
+    splits = _splits(batch.block_tables.shape[1] * layer.block_size, window, tokens)
+    split = decode and splits > 1 and 4 * num_rows * num_heads * splits * (head_dim + 2) <= SPLIT_BYTES
+    out = torch.empty if split else torch.zeros  # a row of no sequence has no program but in the merging kernel
+    out = out(num_rows, num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
+    if not num_rows:
         return out
-    group, int8 = num_heads // layer.num_kv_heads, layer.k_scale is not None
-    decode = batch.num_tokens <= batch.num_seqs
-    sides = _tile(group, layer.head_dim, qkv.element_size(), decode=decode, int8=int8)
-    default = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), sides, strict=True))
-    bucket = {"head_dim": default["BLOCK_K"], "itemsize": qkv.element_size(), "int8": int(int8)}
-    tile = tiles("paged_decode" if decode else "paged_prefill", qkv.device, default, **bucket)
-    tile["BLOCK_M"] = max(tile["BLOCK_M"], triton.next_power_of_2(group))
+    acc = stats = out  # not read or written, but a kernel needs pointers
+    if split:
+        acc = torch.empty(num_rows * num_heads * splits * head_dim, dtype=torch.float32, device=qkv.device)
+        stats = torch.empty(num_rows * num_heads * splits * 2, dtype=torch.float32, device=qkv.device)
     scales = (layer.k_scale, layer.v_scale) if int8 else (layer.k, layer.v)
-    grid = batch.num_tokens // (tile["BLOCK_M"] // group) + batch.num_seqs, layer.num_kv_heads
+    grid = num_rows // tokens + batch.num_seqs, layer.num_kv_heads, splits if split else 1
     _paged_attention_kernel[grid](
-        qkv, layer.k, layer.v, *scales, batch.cu_seqlens, batch.seq_lens, batch.block_tables, out,
+        qkv, layer.k, layer.v, *scales, batch.cu_seqlens, batch.seq_lens, batch.block_tables, acc, stats,
         qkv.stride(0), out.stride(0), batch.block_tables.stride(0),
-        batch.num_seqs, layer.num_kv_heads, layer.block_size, scale, sliding_window or NO_WINDOW,
-        HEAD_DIM=layer.head_dim, GROUP=group, INT8=int8, DOT=_TRITON_DTYPES[qkv.dtype], **tile,
+        batch.num_seqs, layer.num_kv_heads, layer.block_size, scale, window, splits,
+        HEAD_DIM=head_dim, GROUP=num_heads // layer.num_kv_heads, INT8=int8, DOT=_TRITON_DTYPES[qkv.dtype],
+        CHUNK=CHUNK, SPLIT=split, **tile, enable_fp_fusion=False,
     )  # fmt: skip
+    if split:
+        _merge_kernel[(num_rows, num_heads)](
+            acc, stats, batch.cu_seqlens, batch.seq_lens, out, out.stride(0), batch.num_seqs, num_heads, window, splits,
+            HEAD_DIM=head_dim, CHUNK=CHUNK, MERGED_CHUNKS=MERGED_CHUNKS, BLOCK_K=tile["BLOCK_K"],
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 
-def _tile(group: int, head_dim: int, itemsize: int, *, decode: bool, int8: bool) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_K: tl.dot takes no side below 16; a decode step has `group` rows a tile."""
-    block_k = max(16, triton.next_power_of_2(head_dim))
-    block_m = 16 if decode or head_dim > (64 if int8 else 128) else PREFILL_ROWS[itemsize]
-    return max(block_m, triton.next_power_of_2(group)), TILE_KEYS[itemsize], block_k
+def _splits(capacity: int, sliding_window: int, tokens: int) -> int:
+    """Chunks that a tile of `tokens` rows can see, of a sequence of up to `capacity` tokens."""
+    return min(-(-capacity // CHUNK), (sliding_window + tokens - 2) // CHUNK + 2)
+
+
+def _tile(group: int, head_dim: int, qkv: Tensor, *, decode: bool, int8: bool) -> dict[str, int]:
+    """Tiles of a prompt have the BLOCK_N of "paged_decode", whatever "paged_prefill" says: the order of all sums."""
+    itemsize = qkv.element_size()
+    default = _default_tile(group, head_dim, itemsize, decode=decode, int8=int8)
+    bucket = {"head_dim": default["BLOCK_K"], "itemsize": itemsize, "int8": int(int8)}
+    tile = tiles("paged_decode", qkv.device, default, **bucket)
+    if not decode:
+        tile = {**tiles("paged_prefill", qkv.device, default, **bucket), "BLOCK_N": tile["BLOCK_N"]}
+    return {**tile, "BLOCK_M": max(tile["BLOCK_M"], triton.next_power_of_2(group))}
+
+
+def _default_tile(group: int, head_dim: int, itemsize: int, *, decode: bool, int8: bool) -> dict[str, int]:
+    """tl.dot takes no side below 16; a decode step has `group` rows a tile."""
+    rows = 16 if decode or head_dim > (64 if int8 else 128) else PREFILL_ROWS[itemsize]
+    sides = {"BLOCK_M": max(rows, triton.next_power_of_2(group)), "BLOCK_N": TILE_KEYS[itemsize]}
+    sides["BLOCK_K"] = max(16, triton.next_power_of_2(head_dim))
+    return {**sides, "num_warps": 8 if itemsize == 4 or (rows > 16 and head_dim > 64) else 4}
 
 
 # ---- registered ops
 
-_WRITE = {"reference": write_kv_reference, "cpu": write_kv_cpu, "triton": write_kv_triton}
 _ATTEND = {"reference": paged_attention_reference, "cpu": paged_attention_cpu, "triton": paged_attention_triton}
-
-
-def _implementation(layer: KVLayer) -> str:
-    """What runs on a layer: C++ where the layout is C++'s own, which is where `_cpp.choose` named it."""
-    if layer.packed:
-        return "cpu"
-    chosen = _cpp.choose("paged_attention", layer.k.device.type)
-    return "reference" if chosen == "cpu" else chosen
-
-
-@torch.library.custom_op("lowbit::write_kv", mutates_args=("k", "v", "k_scale", "v_scale"))
-def _write_kv(
-    qkv: Tensor,
-    slot_mapping: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    num_heads: int,
-) -> None:
-    layer = KVLayer(k, v, k_scale, v_scale)
-    _check_qkv(qkv, layer, slot_mapping.shape[0], num_heads)
-    _WRITE[_implementation(layer)](qkv, layer, slot_mapping, num_heads=num_heads)
-
-
-@_write_kv.register_fake
-def _(qkv, slot_mapping, k, v, k_scale, v_scale, num_heads) -> None:
-    return None
 
 
 @torch.library.custom_op("lowbit::paged_attention", mutates_args=())
@@ -649,8 +378,8 @@ def _paged_attention(
 ) -> Tensor:
     layer = KVLayer(k, v, k_scale, v_scale)
     batch = AttentionBatch(cu_seqlens, seq_lens, block_tables, slot_mapping)
-    _check_qkv(qkv, layer, batch.num_tokens, num_heads)
-    attend = _ATTEND[_implementation(layer)]
+    check_qkv(qkv, layer, batch.num_tokens, num_heads)
+    attend = _ATTEND[implementation(layer)]
     return attend(qkv, layer, batch, num_heads=num_heads, scale=scale, sliding_window=sliding_window)
 
 
@@ -663,18 +392,6 @@ def _(
 
 
 # ---- what the rest of the product calls
-
-
-def write_kv(qkv: Tensor, cache: KVCache, layer: int, slot_mapping: Tensor, *, num_heads: int) -> None:
-    """Store the keys and values of a step in the cache.
-
-    qkv           [T, (num_heads + 2 * num_kv_heads) * head_dim] of the cache's compute dtype, rotated, rows contiguous
-    slot_mapping  [T] int64, the slot of each row, each at most once; -1: the row is not kept
-    raises        ValueError if a shape or dtype does not fit the cache
-    """
-    kv = cache.layers[layer]
-    _check_qkv(qkv, kv, slot_mapping.shape[0], num_heads)
-    _WRITE[_implementation(kv)](qkv, kv, slot_mapping, num_heads=num_heads)
 
 
 def paged_attention(
@@ -696,6 +413,6 @@ def paged_attention(
     raises          ValueError if a shape or dtype does not fit the cache
     """
     kv = cache.layers[layer]
-    _check_qkv(qkv, kv, batch.num_tokens, num_heads)
-    attend = _ATTEND[_implementation(kv)]
+    check_qkv(qkv, kv, batch.num_tokens, num_heads)
+    attend = _ATTEND[implementation(kv)]
     return attend(qkv, kv, batch, num_heads=num_heads, scale=scale, sliding_window=sliding_window)

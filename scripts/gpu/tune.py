@@ -100,12 +100,12 @@ def agree(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
 def tuned_linear(
     make: Callable[[Tensor], Any], product: Callable[[Tensor, Any], Tensor]
 ) -> Callable[..., list[Function]]:
-    """Products of 1 and 8 rows with an 8B layer."""
+    """Products of 1 and 16 rows with an 8B layer."""
 
     def build(bench: Bench) -> list[Function]:
         _, out_features, in_features = bench.layers()[0]
         weight = make(bench.randn(out_features, in_features, std=0.02))
-        xs = [bench.randn(rows, in_features) for rows in (1, 8)]
+        xs = [bench.randn(rows, in_features) for rows in (1, 16)]
         return [lambda x=x: product(x, weight) for x in xs]
 
     return build
@@ -163,9 +163,12 @@ def tuned_elementwise(function: Callable[[Bench], Function]) -> Callable[[Bench]
     return lambda bench: [function(bench)]
 
 
-FEW_ROWS = grid(BLOCK_N=(16, 32, 64, 128), BLOCK_K=(64, 128, 256), num_warps=(2, 4, 8), num_stages=(2, 4))
+FEW_ROWS = grid(
+    BLOCK_N=(16, 32, 64), BLOCK_K=(64, 128, 256), num_warps=(1, 4), num_stages=(3, 5), PROGRAMS=(512, 1024, 2048)
+)
 FLASH = grid(BLOCK_M=(32, 64, 128), BLOCK_N=(32, 64, 128), num_warps=(4, 8), num_stages=(2, 3))
 PAGED = grid(BLOCK_N=(16, 32, 64, 128), num_warps=(2, 4, 8), num_stages=(2, 3, 4))
+PROMPTS = grid(BLOCK_M=(16, 32), num_warps=(4, 8), num_stages=(2, 3, 4))  # larger ones have other bits than decoding
 TUNABLE = {
     "codebook_dequantize": Tunable(
         grid(NUM_BYTES=(512, 1024, 2048, 4096), num_warps=(2, 4, 8)),
@@ -195,8 +198,8 @@ TUNABLE = {
     "paged_decode 64": Tunable(PAGED, tuned_paged(64, [(1, 8192)] * 64, int8=False)),
     "paged_decode 128": Tunable(PAGED, tuned_paged(128, [(1, 8192)] * 64, int8=False)),
     "paged_decode 128 int8": Tunable(PAGED, tuned_paged(128, [(1, 8192)] * 64, int8=True)),
-    "paged_prefill 64": Tunable(FLASH, tuned_paged(64, [(4096, 4096)], int8=False)),
-    "paged_prefill 128": Tunable(FLASH, tuned_paged(128, [(4096, 4096)], int8=False)),
+    "paged_prefill 64": Tunable(PROMPTS, tuned_paged(64, [(4096, 4096)], int8=False)),
+    "paged_prefill 128": Tunable(PROMPTS, tuned_paged(128, [(4096, 4096)], int8=False)),
     "swiglu": Tunable(
         grid(BLOCK_F=(512, 1024, 2048, 4096), num_warps=(2, 4, 8)),
         tuned_elementwise(

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,14 +46,19 @@ def compile_kernel(
     *,
     num_warps: int = 4,
     num_stages: int | None = None,
+    aligned: Iterable[str] = (),
 ) -> object:
     """The kernel for a target; arguments that `types` does not name are constants.
 
     types       name -> Triton's type, "*bf16" or "i32"
+    aligned     names of integers that divide by 16, as a launch finds them; pointers then do too: loads are wide
     num_stages  of the software pipeline; None: Triton's choice for the target
     """
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+    divisible = {*aligned, *(name for name, kind in types.items() if kind[0] == "*")} if aligned else set()
+    hints = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible & types.keys()}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, hints)
     options = {"enable_fp_fusion": False, "num_warps": num_warps}
     options |= {} if num_stages is None else {"num_stages": num_stages}
     compiled = triton.compile(source, target=target, options=options)

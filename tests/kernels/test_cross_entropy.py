@@ -463,7 +463,7 @@ def test_triton_interpreted_equals_reference() -> None:
 
 
 @pytest.mark.parametrize("softcap", [False, True])
-@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp16", "*fp32"])
 def test_triton_compiles_without_spills(dtype: str, softcap: bool) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
     names = ["z_loss", "label_smoothing", "logit_scale", "inverse_softcap"]
@@ -471,9 +471,8 @@ def test_triton_compiles_without_spills(dtype: str, softcap: bool) -> None:
     types |= {"stride_row": "i32", "vocab_size": "i32"}
     constants = {"HAS_SOFTCAP": softcap, "WITH_GRAD": True, "BLOCK_V": cross_entropy.BLOCK_V}
     for target in aot.TARGETS:
-        compiled = aot.compile_kernel(
-            cross_entropy._softmax_gradient_kernel, types, constants, target, num_warps=cross_entropy.NUM_WARPS
-        )
+        options = {"num_warps": cross_entropy.NUM_WARPS, "aligned": ("stride_row",)}
+        compiled = aot.compile_kernel(cross_entropy._softmax_gradient_kernel, types, constants, target, **options)
         assert aot.spilled_registers(compiled, target) == 0, target
 
 

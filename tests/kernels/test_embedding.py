@@ -82,10 +82,11 @@ def test_triton_interpreted_equals_reference() -> None:
     assert result.stdout == "interpreted\n", result.stderr
 
 
-def test_triton_compiles_without_spills() -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_triton_compiles_without_spills(dtype: str) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
     sizes = dict.fromkeys(["num_rows", "size", "stride_weight_row", "stride_out_row"], "i32")
-    types = {"token_ids_ptr": "*i64", "weight_ptr": "*bf16", "out_ptr": "*bf16", **sizes}
+    types = {"token_ids_ptr": "*i64", "weight_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", **sizes}
     for target in aot.TARGETS:
         compiled = aot.compile_kernel(embedding._embed_tokens_kernel, types, {"BLOCK_H": embedding.BLOCK_H}, target)
         assert aot.spilled_registers(compiled, target) == 0, target

@@ -447,13 +447,14 @@ def test_triton_interpreted_equals_reference() -> None:
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("block_k", [32, op.MAX_BLOCK_K])  # the shortest groups, and longer ones than a block
-def test_triton_compiles_without_spills(block_k: int, backward: bool, learned: bool) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_triton_compiles_without_spills(dtype: str, block_k: int, backward: bool, learned: bool) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
-    types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "num_groups": "i32", "group_size": "i32"}
+    types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "num_groups": "i32", "group_size": "i32"}
     types |= dict.fromkeys(("quant_min", "quant_max", "divisor", "factor"), "fp32")
     constants: dict[str, object] = {"SYMMETRIC": False, "LEARNED": learned, "BACKWARD": backward, "SCALE_DTYPE": 1}
     constants |= {"BLOCK_M": op.TILE // block_k, "BLOCK_K": block_k}
-    pointers = {"scales_ptr": "*fp32", "zeros_ptr": "*u8", "grad_ptr": "*bf16", "grad_scales_ptr": "*fp32"}
+    pointers = {"scales_ptr": "*fp32", "zeros_ptr": "*u8", "grad_ptr": f"*{dtype}", "grad_scales_ptr": "*fp32"}
     present = {
         "scales_ptr": learned,
         "zeros_ptr": learned,

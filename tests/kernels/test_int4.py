@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.kernels import _cpp, _tape, int4, int8
+from trainer.kernels import _cpp, _tape, int4, int8, split_k
 
 # Rows that end inside a vector, inside a byte; one element; one row; many rows.
 SHAPES = [(1, 64), (2, 96), (3, 80), (5, 48), (7, 33), (2, 16), (64, 48), (33, 65), (1, 1), (40, 512)]
@@ -321,7 +321,8 @@ import torch
 from trainer.kernels import int4
 
 torch.manual_seed(0)
-for shape, group_size in [((7, 34), 34), ((5, 96), 32), ((3, 33), 33), ((33, 128), 64)]:
+# rows that divide by 16 are fused; 1040 features in several parts, the last one shorter
+for shape, group_size in [((7, 34), 34), ((5, 96), 32), ((3, 33), 33), ((33, 128), 64), ((35, 1040), 1040)]:
     for symmetric in (True, False):
         weight = int4.int4_quantize(torch.randn(shape), group_size=group_size, symmetric=symmetric)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -329,7 +330,7 @@ for shape, group_size in [((7, 34), 34), ((5, 96), 32), ((3, 33), 33), ((33, 128
             # the interpreter truncates float32 to bfloat16 where GPUs round: up to one ulp, 2^-7 of the value
             torch.testing.assert_close(got, want, atol=0, rtol=2**-7 if dtype == torch.bfloat16 else 0)
             # float32: sums in another order. float16: rounded once. bfloat16: weight and output truncated, 2^-7 each
-            for rows in (1, 17):
+            for rows in (1, 16, 17):
                 x = torch.randn(rows, shape[1]).to(dtype)
                 want = x.double() @ int4.int4_dequantize_reference(weight, dtype=dtype).double().T
                 error = (int4.int4_linear(x, weight).double() - want).abs().max() / want.abs().max()
@@ -349,19 +350,23 @@ def test_triton_interpreted_equals_reference() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_triton_compiles_without_spills(dtype: str) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
-    sizes = "num_rows in_features out_features group_size num_groups stride_x_row stride_y_row".split()
+    sizes = "num_rows in_features out_features row_bytes group_size num_groups features_per_split stride_x_row".split()
     types = {"packed_ptr": "*u8", "scales_ptr": "*fp32", "zeros_ptr": "*u8", **dict.fromkeys(sizes, "i32")}
-    types |= {"num_bytes": "i64", **dict.fromkeys(("x_ptr", "y_ptr", "out_ptr"), f"*{dtype}")}
-    tile = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), int4.LINEAR_TILES[4 if dtype == "fp32" else 2], strict=True))
+    types |= {"num_bytes": "i64", "x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "y_ptr": "*fp32"}
+    tile = {**int4.LINEAR_TILES[4 if dtype == "fp32" else 2]}
+    options = {"num_warps": tile.pop("num_warps"), "aligned": set(sizes) - {"num_rows", "num_groups"}}
+    del tile["PROGRAMS"]
     dot = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    linear = {"HAS_ZEROS": True, "DOT": split_k.dot_dtype(dot), **tile}
     for target in aot.TARGETS:
-        for kernel, constants in [
-            (int4._int4_dequantize_kernel, {"HAS_ZEROS": True, "NUM_BYTES": int4.NUM_WEIGHTS // 2}),
-            (int4._int4_linear_kernel, {"HAS_ZEROS": True, "DOT": int4.dot_dtype(dot), **tile}),
+        for kernel, constants, given in [
+            (int4._int4_dequantize_kernel, {"HAS_ZEROS": True, "NUM_BYTES": int4.NUM_WEIGHTS // 2}, {}),
+            (int4._int4_linear_kernel, {"SPAN": 32, **linear}, options),
+            (int4._int4_linear_kernel, {"SPAN": split_k.MIN_SPAN, **linear}, options),
         ]:
             used = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-            compiled = aot.compile_kernel(kernel, used, constants, target)
-            assert aot.spilled_registers(compiled, target) == 0, (target, kernel)
+            compiled = aot.compile_kernel(kernel, used, constants, target, **given)
+            assert aot.spilled_registers(compiled, target) == 0, (target, kernel, constants)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.kernels import _cpp, _tape, int8
+from trainer.kernels import _cpp, _tape, int8, split_k
 
 # Rows that end inside a vector, inside a byte; one element; one row; many rows.
 SHAPES = [(1, 64), (2, 96), (3, 80), (5, 48), (7, 33), (2, 16), (64, 48), (33, 65), (1, 1), (40, 512)]
@@ -256,7 +256,8 @@ import torch
 from trainer.kernels import int8
 
 torch.manual_seed(0)
-for shape, group_size in [((7, 33), 33), ((5, 96), 32), ((1, 1), 1), ((33, 128), 64)]:
+# rows that divide by 16 are fused; 1040 features in several parts, the last one shorter
+for shape, group_size in [((7, 33), 33), ((5, 96), 32), ((1, 1), 1), ((33, 128), 64), ((35, 1040), 1040)]:
     weight = int8.int8_quantize(torch.randn(shape), group_size=group_size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         got, want = (f(weight, dtype=dtype) for f in (int8.int8_dequantize_triton, int8.int8_dequantize_reference))
@@ -268,6 +269,24 @@ for shape, group_size in [((7, 33), 33), ((5, 96), 32), ((1, 1), 1), ((33, 128),
             want = x.double() @ int8.int8_dequantize_reference(weight, dtype=dtype).double().T
             error = (int8.int8_linear(x, weight).double() - want).abs().max() / want.abs().max()
             assert error < {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-6}[dtype], (shape, dtype)
+
+# Activations: zeros, inf, nan, subnormal scales, rows longer than a tile, another order, a given scale, strides.
+for shape in [(6, 33), (6, 2100), (2, 3, 64)]:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(shape).to(dtype)
+        rows = x.view(-1, shape[-1])
+        tiny = 1e-30 if dtype == torch.bfloat16 else 1e-40  # the interpreter widens bfloat16's subnormals to 0
+        rows[1], rows[2, 3], rows[3, 4], rows[4] = 0, torch.inf, torch.nan, rows[4] * tiny
+        order = torch.randperm(shape[-1], dtype=torch.int32)
+        for scale in (None, torch.tensor(0.01)):
+            want = int8.quantize_activations_reference(x, scale=scale)
+            for got in (int8.quantize_activations(x, scale=scale), int8.quantize_activations_triton(x, scale=scale)):
+                assert torch.equal(got[0], want[0]), (shape, dtype, scale)
+                assert torch.equal(got[1].view(torch.int32), want[1].view(torch.int32)), (shape, dtype, scale)
+            got = int8.quantize_activations_triton(x, scale=scale, order=order)
+            assert torch.equal(got[0], want[0][..., order]), (shape, dtype, scale)
+        strided = rows.float().T.contiguous().T
+        assert torch.equal(int8.quantize_activations_triton(strided)[0], int8.quantize_activations_triton(rows)[0])
 print("interpreted")
 """
 
@@ -282,19 +301,25 @@ def test_triton_interpreted_equals_reference() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_triton_compiles_without_spills(dtype: str) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
-    sizes = "numel num_rows in_features out_features group_size stride_x_row stride_y_row".split()
+    sizes = "numel num_rows in_features out_features group_size num_groups features_per_split stride_x_row".split()
     types = {"packed_ptr": "*i8", "scales_ptr": "*fp32", **dict.fromkeys(sizes, "i32"), "numel": "i64"}
-    types |= dict.fromkeys(("x_ptr", "y_ptr", "out_ptr"), f"*{dtype}")
-    tile = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), int8.LINEAR_TILES[4 if dtype == "fp32" else 2], strict=True))
+    types |= {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "y_ptr": "*fp32", "codes_ptr": "*i8", "order_ptr": "*i32"}
+    tile = {**int8.LINEAR_TILES[4 if dtype == "fp32" else 2]}
+    options = {"num_warps": tile.pop("num_warps"), "aligned": set(sizes) - {"num_rows", "num_groups"}}
+    del tile["PROGRAMS"]
     dot = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    activations = {"given_scale_ptr": None, "NUM_FEATURES": int8.NUM_FEATURES}
+    linear = {"DOT": split_k.dot_dtype(dot), **tile}
     for target in aot.TARGETS:
-        for kernel, constants in [
-            (int8._int8_dequantize_kernel, {"NUM_WEIGHTS": int8.NUM_WEIGHTS}),
-            (int8._int8_linear_kernel, {"DOT": int8.dot_dtype(dot), **tile}),
+        for kernel, constants, given in [
+            (int8._int8_dequantize_kernel, {"NUM_WEIGHTS": int8.NUM_WEIGHTS}, {}),
+            (int8._int8_linear_kernel, {"SPAN": min(64, tile["BLOCK_K"]), **linear}, options),
+            (int8._int8_linear_kernel, {"SPAN": split_k.MIN_SPAN, **linear}, options),
+            (int8._quantize_activations_kernel, activations, {"aligned": ["in_features", "stride_x_row"]}),
         ]:
             used = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-            compiled = aot.compile_kernel(kernel, used, constants, target)
-            assert aot.spilled_registers(compiled, target) == 0, (target, kernel)
+            compiled = aot.compile_kernel(kernel, used, constants, target, **given)
+            assert aot.spilled_registers(compiled, target) == 0, (target, kernel, constants)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

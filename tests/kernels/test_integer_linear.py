@@ -305,11 +305,12 @@ def test_triton_interpreted_gives_the_bits_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize(("four_bits", "zeros"), [(False, False), (True, False), (True, True)])
-def test_triton_compiles_without_spills(four_bits: bool, zeros: bool) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_triton_compiles_without_spills(dtype: str, four_bits: bool, zeros: bool) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
     sizes = "num_rows in_features out_features group_size stride_packed_row".split()
     types = {"codes_ptr": "*i8", "x_scales_ptr": "*fp32", "packed_ptr": "*u8" if four_bits else "*i8"}
-    types |= {"scales_ptr": "*fp32", "y_ptr": "*bf16", **dict.fromkeys(sizes, "i32")}
+    types |= {"scales_ptr": "*fp32", "y_ptr": f"*{dtype}", **dict.fromkeys(sizes, "i32")}
     constants = {"FOUR_BITS": four_bits, "HAS_ZEROS": zeros}
     constants |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), integer_linear.PRODUCT_TILE, strict=True))
     types, constants = (types | {"zeros_ptr": "*u8"}, constants) if zeros else (types, constants | {"zeros_ptr": None})

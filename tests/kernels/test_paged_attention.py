@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.kernels import _cpp, _tape
+from trainer.kernels import _cpp, _tape, kv_cache
 from trainer.kernels import paged_attention as pa
 from trainer.kernels.paged_attention import AttentionBatch, KVCache, paged_attention, write_kv
 
@@ -425,9 +425,39 @@ for sizes, kind in [*zip(sizes_of_kinds, kinds), *zip(sizes_of_kinds[1:], kinds)
         for window in (None, 9):
             got, want = case.attend(window), case.reference(window)
             torch.testing.assert_close(got, want, atol=tolerance, rtol=0, msg=f"{sizes} {dtype} {cache_dtype} {window}")
-decode = cases.make_case([(1, 50), (1, 3)], (9, 3, 64, 16), torch.float32, torch.float32)
-decode.write()
-torch.testing.assert_close(decode.attend(), decode.reference(), atol=1e-5, rtol=0)
+
+# Chunks of 32 keys: lengths around their ends, no rows, no tokens. Split, in one piece, alone: equal bits.
+cases.pa.CHUNK, cases.pa.MERGED_CHUNKS = 32, 2
+lengths = [1, 31, 32, 33, 64, 100]
+for sizes, kind in zip([(6, 2, 16, 16), (4, 2, 8, 32), (10, 1, 16, 32), (2, 1, 10, 48)], kinds):
+    dtype, cache_dtype, tolerance = kind
+    step = cases.make_case([(1, n) for n in lengths] + [(0, 0), (0, 70)], sizes, dtype, cache_dtype)
+    step.write()
+    for window in (None, 40) if dtype == torch.float32 else (40,):
+        got = step.attend(window)
+        torch.testing.assert_close(got, step.reference(window), atol=tolerance, rtol=0, msg=f"{sizes} {kind} {window}")
+        limit, cases.pa.SPLIT_BYTES = cases.pa.SPLIT_BYTES, 0
+        assert torch.equal(step.attend(window), got), ("one piece", sizes, kind, window)
+        cases.pa.SPLIT_BYTES = limit
+        for i in (3, 5):
+            rows = torch.tensor([0, 1], dtype=torch.int32)
+            table, slots = step.batch.block_tables[i : i + 1], step.batch.slot_mapping[i : i + 1]
+            batch = cases.AttentionBatch(rows, step.batch.seq_lens[i : i + 1], table.contiguous(), slots)
+            alone = cases.Case(step.cache, step.qkv[i : i + 1], batch, step.num_heads)
+            assert torch.equal(alone.attend(window), got[i : i + 1]), ("alone", sizes, kind, window, i)
+
+# A captured step: rows of no sequence, a sequence of no tokens, more than one row of a sequence.
+empty = [(0, 0)] * 5
+step = cases.make_case([(3, 100), (1, 80), *empty], (6, 2, 16, 16), torch.float32, torch.int8)
+step.write()
+padded = torch.cat([step.qkv, step.qkv[:2]])
+seq_lens = step.batch.seq_lens.clone()
+cu_seqlens = torch.tensor([0, 3, 4, 5, 5, 5, 5, 5], dtype=torch.int32)  # row 4: a sequence of no tokens; row 5: of none
+slots = torch.cat([step.batch.slot_mapping, torch.tensor([-1, -1])])
+batch = cases.AttentionBatch(cu_seqlens, seq_lens, step.batch.block_tables, slots)
+got = cases.Case(step.cache, padded, batch, 6).attend()
+torch.testing.assert_close(got[:4], step.reference(), atol=1e-5, rtol=0)
+assert not got[4:].any() and got.shape[0] == 6
 print("interpreted")
 """
 
@@ -440,24 +470,25 @@ def test_interpreter_equals_reference() -> None:
     assert result.stdout == "interpreted\n", result.stderr
 
 
-POINTERS = {"k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32", "slot_mapping_ptr": "*i64"}
-POINTERS |= dict.fromkeys(("cu_seqlens_ptr", "seq_lens_ptr", "block_tables_ptr"), "*i32")
-COUNTS = ("num_seqs", "num_kv_heads", "num_heads", "block_size", "sliding_window", "stride_table_row")
+POINTERS = {"k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32", "slot_mapping_ptr": "*i64", "stats_ptr": "*fp32"}
+POINTERS |= {"acc_ptr": "*fp32", **dict.fromkeys(("cu_seqlens_ptr", "seq_lens_ptr", "block_tables_ptr"), "*i32")}
+COUNTS = "num_seqs num_kv_heads num_heads block_size sliding_window stride_table_row splits".split()
 
 
 def spilled(compiled: object, target: object) -> int:
     """Registers spilled to memory. AMD's scalar registers spill to lanes of a vector register, which is harmless."""
     from tests.kernels import aot
 
-    if target.backend == "hip":
-        return sum(map(int, re.findall(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])))
-    return aot.spilled_registers(compiled, target)
+    return aot.resources(compiled, target).spilled
 
 
 @pytest.mark.parametrize("cache", ["bf16", "fp16", "fp32", "i8"])
 @pytest.mark.parametrize("target", range(4))
 def test_ahead_of_time(target: int, cache: str) -> None:
-    """For real GPUs, without spills: strides are constants, as where Triton knows that they divide by 16."""
+    """For real GPUs, without spills: strides are constants, as where Triton knows that they divide by 16.
+
+    On NVIDIA decode steps and tiles of prompts multiply with one instruction: what their equal bits rest on.
+    """
     triton = pytest.importorskip("triton")
     from tests.kernels import aot
 
@@ -465,16 +496,27 @@ def test_ahead_of_time(target: int, cache: str) -> None:
     dot = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[dtype]
     types = {name: f"*{dtype}" for name in ("qkv_ptr", "out_ptr")} | POINTERS | dict.fromkeys(COUNTS, "i32")
     types |= {"k_ptr": f"*{cache}", "v_ptr": f"*{cache}", "scale": "fp32"}
-    cases = [(64, True), (128, False)] if cache in ("bf16", "i8") else [(64, False)]
-    for head_dim, decode in cases:
-        sides = pa._tile(3, head_dim, dot.primitive_bitwidth // 8, decode=decode, int8=cache == "i8")
-        tile = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), sides, strict=True))
-        constants = {"HEAD_DIM": head_dim, "INT8": cache == "i8", "stride_qkv_row": 15 * head_dim}
-        attention = {"stride_out_row": 9 * head_dim, "GROUP": 3, "DOT": dot, **tile}
-        names = pa._paged_attention_kernel.arg_names
-        used = {name: kind for name, kind in types.items() if name in names}
-        compiled = aot.compile_kernel(pa._paged_attention_kernel, used, constants | attention, gpu)
-        assert spilled(compiled, gpu) == 0, (head_dim, decode)
-    used = {name: kind for name, kind in types.items() if name in pa._write_kv_kernel.arg_names}
-    compiled = aot.compile_kernel(pa._write_kv_kernel, used, constants | {"BLOCK_K": head_dim}, gpu)
-    assert spilled(compiled, gpu) == 0
+
+    def check(kernel: object, constants: dict[str, object], **options: int) -> None:
+        used = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        if constants.get("SPLIT"):
+            used["out_ptr"] = "*fp32"
+        compiled = aot.compile_kernel(kernel, used, constants, gpu, aligned=("block_size",), **options)
+        assert spilled(compiled, gpu) == 0, (kernel, constants)
+        instructions.update(re.findall(r"versionMajor = (\d).*?instrShape = (\[[\d, ]+\])", compiled.asm["ttgir"]))
+
+    instructions: set[tuple[str, str]] = set()
+    # (head_dim, decode, split)
+    kinds = [(64, True, True), (128, True, True), (128, True, False), (128, False, False)]
+    for head_dim, decode, split in kinds if cache in ("bf16", "i8") else [(64, True, True), (64, False, False)]:
+        tile = pa._default_tile(3, head_dim, dot.primitive_bitwidth // 8, decode=decode, int8=cache == "i8")
+        num_warps = tile.pop("num_warps")
+        constants = {"HEAD_DIM": head_dim, "INT8": cache == "i8", "stride_qkv_row": 15 * head_dim, "GROUP": 3}
+        constants |= {"stride_out_row": 9 * head_dim, "DOT": dot, "CHUNK": pa.CHUNK, "SPLIT": split, **tile}
+        check(pa._paged_attention_kernel, constants, num_warps=num_warps)
+    if gpu.backend == "cuda":
+        assert instructions == (set() if dtype == "fp32" else {("2", "[16, 8]")}), instructions
+    sizes = {"HEAD_DIM": head_dim, "BLOCK_K": head_dim}
+    check(kv_cache._write_kv_kernel, {**sizes, "INT8": cache == "i8", "stride_qkv_row": 15 * head_dim})
+    merging = {"stride_out_row": 9 * head_dim, "CHUNK": pa.CHUNK, "MERGED_CHUNKS": pa.MERGED_CHUNKS}
+    check(pa._merge_kernel, sizes | merging, num_warps=1)

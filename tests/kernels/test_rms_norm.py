@@ -315,10 +315,11 @@ def test_triton_interpreted_equals_reference() -> None:
 
 @pytest.mark.parametrize("block", [32, rms_norm.MAX_BLOCK_H])  # fewest and most warps
 @pytest.mark.parametrize("residual", [False, True])
-def test_triton_compiles_without_spills(block: int, residual: bool) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_triton_compiles_without_spills(dtype: str, block: int, residual: bool) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
     names = ["x_ptr", "weight_ptr", "out_ptr", *(["residual_ptr", "sum_ptr"] if residual else [])]
-    types = {**dict.fromkeys(names, "*bf16"), "size": "i32", "stride_row": "i32", "eps": "fp32"}
+    types = {**dict.fromkeys(names, f"*{dtype}"), "size": "i32", "stride_row": "i32", "eps": "fp32"}
     constants = {} if residual else {"residual_ptr": None, "sum_ptr": None}
     constants |= {"HAS_RESIDUAL": residual, "BLOCK_H": block}
     for target in aot.TARGETS:
@@ -329,10 +330,11 @@ def test_triton_compiles_without_spills(block: int, residual: bool) -> None:
 
 @pytest.mark.parametrize("block", [32, rms_norm.MAX_BLOCK_H])
 @pytest.mark.parametrize("everything", [False, True])
-def test_triton_backward_compiles_without_spills(block: int, everything: bool) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_triton_backward_compiles_without_spills(dtype: str, block: int, everything: bool) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
     names = ["grad_ptr", "x_ptr", "weight_ptr", "grad_x_ptr", *(["add_ptr"] if everything else [])]
-    types = {**dict.fromkeys(names, "*bf16"), "size": "i32", "stride_row": "i32", "eps": "fp32"}
+    types = {**dict.fromkeys(names, f"*{dtype}"), "size": "i32", "stride_row": "i32", "eps": "fp32"}
     types |= {"scale_ptr": "*fp32"} if everything else {}
     constants = {} if everything else {"add_ptr": None, "scale_ptr": None}
     constants |= {"HAS_ADD": everything, "WITH_SCALE": everything, "BLOCK_H": block}
@@ -342,9 +344,10 @@ def test_triton_backward_compiles_without_spills(block: int, everything: bool) -
         assert aot.spilled_registers(compiled, target) == 0, target
 
 
-def test_triton_weight_partial_compiles_without_spills() -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_triton_weight_partial_compiles_without_spills(dtype: str) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
-    types = {"grad_ptr": "*bf16", "x_ptr": "*bf16", "scale_ptr": "*fp32", "partial_ptr": "*fp32"}
+    types = {"grad_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "scale_ptr": "*fp32", "partial_ptr": "*fp32"}
     types |= dict.fromkeys(["rows", "size", "stride_row", "stride_partial", "chunk_rows"], "i32")
     constants = {"BLOCK_ROWS": rms_norm.WEIGHT_BLOCK_ROWS, "BLOCK_H": rms_norm.WEIGHT_BLOCK_H}
     for target in aot.TARGETS:

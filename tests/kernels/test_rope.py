@@ -396,27 +396,30 @@ def test_triton_interpreted_equals_reference() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("norm", [False, True])
-def test_triton_compiles_without_spills(head_dim: int, norm: bool) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_triton_compiles_without_spills(dtype: str, head_dim: int, norm: bool) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
     sizes = "num_heads num_kv_heads head_dim max_positions stride_token stride_position".split()
     norms = ["q_norm_ptr", "k_norm_ptr"]
     types = {"positions_ptr": "*i64", "eps": "fp32", **dict.fromkeys(sizes, "i32")}
-    types |= dict.fromkeys(["qkv_ptr", "out_ptr", "cos_sin_ptr", *(norms if norm else [])], "*bf16")
+    types |= dict.fromkeys(["qkv_ptr", "out_ptr", "cos_sin_ptr", *(norms if norm else [])], f"*{dtype}")
     constants = {} if norm else dict.fromkeys(norms)
     constants |= {"HAS_NORM": norm, "BLOCK_N": 2 * rope.TILE // head_dim, "BLOCK_D": head_dim // 2}
     for target in aot.TARGETS:
-        compiled = aot.compile_kernel(rope._rope_kernel, types, constants, target)
+        aligned = ("head_dim", "stride_token", "stride_position")
+        compiled = aot.compile_kernel(rope._rope_kernel, types, constants, target, aligned=aligned)
         assert aot.spilled_registers(compiled, target) == 0, target
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize(("norm", "with_norms"), [(False, False), (True, False), (True, True)])
-def test_triton_backward_compiles_without_spills(head_dim: int, norm: bool, with_norms: bool) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_triton_backward_compiles_without_spills(dtype: str, head_dim: int, norm: bool, with_norms: bool) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
     sizes = "tokens num_heads num_kv_heads head_dim max_positions stride_token stride_position chunk_tokens".split()
     norms = ["qkv_ptr", "q_norm_ptr", "k_norm_ptr"]
     types = {"positions_ptr": "*i64", "eps": "fp32", **dict.fromkeys(sizes, "i32")}
-    types |= dict.fromkeys(["grad_ptr", "grad_qkv_ptr", "cos_sin_ptr", *(norms if norm else [])], "*bf16")
+    types |= dict.fromkeys(["grad_ptr", "grad_qkv_ptr", "cos_sin_ptr", *(norms if norm else [])], f"*{dtype}")
     types |= {"partial_ptr": "*fp32"} if with_norms else {}
     constants = dict.fromkeys([*norms, "partial_ptr"]) | {"HAS_NORM": norm, "WITH_NORMS": with_norms}
     constants |= {"BLOCK_N": 2 * rope.TILE // head_dim, "BLOCK_D": head_dim // 2}

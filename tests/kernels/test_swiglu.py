@@ -278,7 +278,7 @@ def test_triton_interpreted_equals_reference() -> None:
     assert result.stdout == "interpreted\n", result.stderr
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_triton_compiles_without_spills(dtype: str) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
     sizes = dict.fromkeys(["size", "stride_row", "stride_out_row"], "i32")
@@ -289,7 +289,7 @@ def test_triton_compiles_without_spills(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("with_output", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_triton_backward_compiles_without_spills(dtype: str, with_output: bool) -> None:
     aot = pytest.importorskip("tests.kernels.aot")
     names = ["grad_ptr", "gate_up_ptr", "grad_gate_up_ptr", *(["out_ptr"] if with_output else [])]

@@ -13,7 +13,7 @@ tl = triton.language
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from tests.kernels.aot import TARGETS, compile_kernel, spilled_registers  # noqa: E402
-from trainer.kernels import codebook4, codebook4_linear  # noqa: E402
+from trainer.kernels import codebook4, codebook4_linear, split_k  # noqa: E402
 from trainer.kernels.double_quant import quantize_absmax  # noqa: E402
 
 WEIGHT = "packed_ptr absmax_ptr nested_absmax_ptr nested_offset_ptr map_ptr codebook_ptr".split()
@@ -49,21 +49,34 @@ class TestAheadOfTime:
 
     @pytest.mark.parametrize(("dtype", "dot"), [("bf16", tl.bfloat16), ("fp16", tl.float16), ("fp32", tl.float32)])
     def test_linear(self, target: GPUTarget, dtype: str, dot: object) -> None:
-        sizes = "num_rows in_features out_features stride_x_row stride_y_row".split()
-        types = {**WEIGHT_TYPES, "x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", **dict.fromkeys(sizes, "i32")}
-        tile = codebook4_linear.LINEAR_TILES[4 if dtype == "fp32" else 2]
-        tiles = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
-        constants = {"BLOCK_SIZE": 64, "DOUBLE_QUANT": True, "DOT": dot, **tiles}
-        compiled = compile_kernel(codebook4_linear._linear_kernel, types, constants, target)
+        sizes = "in_features out_features row_bytes features_per_split stride_x_row".split()
+        types = {**WEIGHT_TYPES, "x_ptr": f"*{dtype}", "num_rows": "i32", **dict.fromkeys(sizes, "i32")}
+        tile = {**codebook4_linear.LINEAR_TILES[4 if dtype == "fp32" else 2]}
+        num_warps = tile.pop("num_warps")
+        del tile["PROGRAMS"]
+        for span in (split_k.MIN_SPAN, 64):  # a block of 64 weights, or rows that end inside of one
+            constants = {"BLOCK_SIZE": 64, "SPAN": min(span, tile["BLOCK_K"]), "DOUBLE_QUANT": True, "DOT": dot, **tile}
+            options = {"num_warps": num_warps, "aligned": sizes}
+            compiled = compile_kernel(
+                codebook4_linear._linear_kernel, types | {"y_ptr": "*fp32"}, constants, target, **options
+            )
+            assert spilled_registers(compiled, target) == 0, span
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+    def test_sum_of_splits(self, target: GPUTarget, dtype: str) -> None:
+        types = {"parts_ptr": "*fp32", "y_ptr": f"*{dtype}", "numel": "i32"}
+        constants = {"SPLITS": split_k.MAX_SPLITS, "ELEMENTS": split_k.SUM_ELEMENTS}
+        compiled = compile_kernel(split_k._sum_kernel, types, constants, target)
         assert spilled_registers(compiled, target) == 0
 
 
 INTERPRETED = """
 import torch
-from trainer.kernels import codebook4, codebook4_linear, nf4
+from trainer.kernels import codebook4, codebook4_linear, nf4, split_k
 
 torch.manual_seed(0)
-# rows that end inside a block (96, 48), inside a byte (33, 65), one element, a 64-aligned one
+# rows that end inside a block (96, 48), inside a byte (33, 65), one element, a 64-aligned one; the linear layer runs in
+# Triton where they divide by 16
 for shape, codebook in zip([(2, 96), (5, 48), (7, 33), (1, 65), (1, 1), (33, 64)], 3 * ["nf4", "fp4"]):
     for block_size in (32, 64):
         weight = torch.randn(shape)
@@ -80,10 +93,10 @@ for shape, codebook in zip([(2, 96), (5, 48), (7, 33), (1, 65), (1, 1), (33, 64)
                 # the interpreter truncates float32 to bfloat16 where GPUs round: up to one ulp, 2^-7 of the value
                 rtol = 2**-7 if dtype == torch.bfloat16 else 0
                 torch.testing.assert_close(got, want, atol=0, rtol=rtol, msg=f"{shape} {options} {dtype}")
-            # 1, 3 rows: fused; 9: dense. Of the sum of |terms|: float32, sums in another order; float16, rounded once,
-            # 2^-11; bfloat16, weight and output are truncated by the interpreter, 2^-7 each
+            # 1, 16 rows: fused; 17: dense. Of the sum of |terms|: float32, sums in another order; float16, rounded
+            # once, 2^-11; bfloat16, weight and output are truncated by the interpreter, 2^-7 each
             for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2**-10), (torch.bfloat16, 2**-6)):
-                for rows in (1, 3, 9):
+                for rows in (1, 16, 17):
                     x = torch.randn(rows, shape[1]).to(dtype)
                     dense = codebook4.codebook_dequantize_reference(packed_weight, dtype=dtype)
                     want = x.double() @ dense.double().T
@@ -91,6 +104,22 @@ for shape, codebook in zip([(2, 96), (5, 48), (7, 33), (1, 65), (1, 1), (33, 64)
                     terms = x.double().abs() @ dense.double().abs().T
                     error = (got - want).abs() - tolerance * terms
                     assert (error <= 0).all(), ("linear", shape, options, dtype, rows, error.max())
+
+# Sums in 1 to 16 parts, the last one shorter: the same product; and a row has its bits whatever is beside it.
+weight = torch.randn(40, 1040)
+packed, absmax = codebook4.codebook_quantize_reference(weight, codebook="nf4", block_size=64)
+packed_weight = codebook4.CodebookWeight(packed, *nf4.quantize_absmax(absmax), 40, 1040, 64, "nf4")
+x, found = torch.randn(16, 1040), set()
+dense = codebook4.codebook_dequantize_reference(packed_weight, dtype=torch.float32).double()
+for programs in (1, 8, 1024):
+    codebook4_linear.LINEAR_TILES[4]["PROGRAMS"] = programs
+    found.add(split_k.splits(1040, 40, codebook4_linear.LINEAR_TILES[4])[0])
+    got = codebook4_linear.codebook_linear_triton(x, packed_weight)
+    # float32 sums in another order: 2^-24 of each of up to 1040 / 2 terms at worst, far less on average
+    assert ((got - x.double() @ dense.T).abs() <= 1e-5 * (x.double().abs() @ dense.abs().T)).all(), programs
+    assert torch.equal(codebook4_linear.codebook_linear_triton(x[5:6], packed_weight), got[5:6]), programs
+assert len(found) == 3 and found >= {1}, found
+
 for bad in (float("inf"), float("nan")):
     weight = torch.zeros(2, 64)
     weight[1, 3] = bad
