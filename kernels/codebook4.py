@@ -10,9 +10,11 @@ Bytes, those of bitsandbytes, so that checkpoints move both ways:
     packed   [ceil(numel / 2)] uint8    byte i = code[2i] << 4 | code[2i + 1]      (padding: the code of 0)
     absmax   [ceil(numel / block_size)] float32, or 8-bit codes of it (kernels/double_quant.py)
 
-The codebook is an argument by name; kernels/nf4.py and kernels/fp4.py are the faces of the two. The nearest entry is
-found by counting thresholds, the midpoints of neighbours, that lie below: `order` then says which code that interval
-has. The linear layer over such weights is in kernels/codebook4_linear.py.
+The codebook is an argument by name: "nf4", with a face of its own in kernels/nf4.py, or "fp4", bitsandbytes' floats: a
+sign over 0 0.0625 2 3 4 6 8 12 twelfths, codes 0 1 6 7 4 5 2 3. NF4 is better for normal weights (arXiv:2305.14314,
+section 4); FP4 is for checkpoints and comparisons that use it. The nearest entry is found by counting thresholds, the
+midpoints of neighbours, that lie below: `order` then says which code that interval has. The linear layer over such
+weights is in kernels/codebook4_linear.py.
 
 Why tables: the 16 possible weights of a block are computed once and looked up by nibble, so a 16-bit weight costs one
 look-up. Decoding writes four times the bytes that it reads, so it runs at the speed of memory.

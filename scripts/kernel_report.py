@@ -44,13 +44,13 @@ def measure(quick: bool) -> dict:
 
 def speed_section(report: dict, quick: bool) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    limits = ", ".join(f"{name.replace('_', ' ', 1)}: {value:.0f}" for name, value in report["limits"].items())
+    limits = ", ".join(f"{_limit_name(name)} {value:.0f}" for name, value in report["limits"].items())
     lines = [
         "## Speed on this machine",
         "",
         f"`python scripts/bench_kernels.py{' --quick' if quick else ''}`, {date.today()}, {report['machine']};",
         f"{versions}.",
-        f"Limits measured in the same run: {limits.replace('_GB_s', ' GB/s').replace('_GFLOP_s', ' GFLOP/s')}.",
+        f"Limits measured in the same run: {limits}.",
         "",
         "| op | shape | ours | of limit | peer | ratio | error |",
         "|---|---|---|---|---|---|---|",
@@ -64,6 +64,12 @@ def speed_section(report: dict, quick: bool) -> str:
             f"{ratio} | {error} |"
         )
     return "\n".join([*lines, ""])
+
+
+def _limit_name(key: str) -> str:
+    """copy_GB_s -> copy, GB/s:"""
+    kind, unit = key.split("_", 1)
+    return f"{kind}, {unit.replace('_s', '/s')}:"
 
 
 def compile_ahead() -> list[dict]:

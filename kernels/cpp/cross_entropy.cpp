@@ -7,68 +7,24 @@
 // vectors' width nor on the number of threads nor on the other rows.
 
 #include <cmath>
-#include <type_traits>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
-#include "lowbit.h"
+#include "row_vectors.h"
 
 namespace {
 
 using lowbit::Args;
 
-#if defined(__AVX512F__)
-constexpr int kWidth = 16;
-#elif defined(__AVX2__)
-constexpr int kWidth = 8;
-#else
-constexpr int kWidth = 4;
-#endif
-constexpr int kLanes = 32;  // partial sums of a row, on every processor
-constexpr int kVectors = kLanes / kWidth;
 constexpr int64_t kSerialWork = 1 << 14;  // so many logits are 10 us on one Zen 4 core; fewer are not worth a thread
-
-typedef float Floats __attribute__((vector_size(4 * kWidth)));
-typedef uint32_t Words __attribute__((vector_size(4 * kWidth)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
-
-inline Words bits_of(Floats v) { return reinterpret_cast<Words>(v); }
-inline Floats floats_of(Words w) { return reinterpret_cast<Floats>(w); }
-
-inline Floats widen(Floats v) { return v; }
-#if defined(__AVX512F__)  // GCC 12 takes five instructions for these two
-inline Floats widen(Halves h) { return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16); }
-#else
-inline Floats widen(Halves h) { return floats_of(__builtin_convertvector(h, Words) << 16); }
-#endif
-
-inline Floats narrow(const float*, Floats v) { return v; }
-// Nearest, ties to even. A nan here comes from arithmetic or from a bfloat16: the lower half of its word is 0, and the
-// addition leaves it a nan.
-inline Halves narrow(const uint16_t*, Floats v) {
-    const Words bits = bits_of(v);
-    return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
-}
 
 constexpr float kMinusInfinity = -__builtin_inff();
 inline Floats filled(const float*, float value) { return Floats{} + value; }
 inline Halves filled(const uint16_t*, float value) { return Halves{} + lowbit::to_bfloat16(value); }
-
-// Counts are Full where a whole vector is there, so that the branch and the partial copy compile away.
-using Full = std::integral_constant<int64_t, kWidth>;
 
 // `count` values and, in the lanes after them, `fill`.
 template <typename T, typename Count> inline Floats load(const T* p, Count count, float fill) {
     auto v = filled(p, fill);
     std::memcpy(&v, p, count * sizeof(T));
     return widen(v);
-}
-
-template <typename T, typename Count> inline void store(T* p, Count count, Floats value) {
-    const auto v = narrow(p, value);
-    std::memcpy(p, &v, count * sizeof(T));
 }
 
 // f(partial sum, i, count) for the vectors of a row.

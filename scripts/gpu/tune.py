@@ -26,6 +26,7 @@ from gpu.bench import (
 )
 from gpu.inputs import Paged, codebook_weight, documents
 from torch import Tensor
+from triton.errors import TritonError
 
 from trainer.kernels import _tuning, cross_entropy
 from trainer.kernels.attention import attention
@@ -69,7 +70,7 @@ def tune(op: str, tunable: Tunable, bench: Bench) -> Rows:
                 if all(agree(as_tensors(function()), w) for function, w in zip(functions, want, strict=True)):
                     taken = total_time(bench, functions)
                     best, best_tiles = min((best, best_tiles), (taken, candidate), key=lambda pair: pair[0])
-        except Exception:  # too much shared memory, a layout that Triton cannot make: no candidate then
+        except (TritonError, RuntimeError):  # too much shared memory, a layout that Triton cannot make: no candidate
             if not still_works(bench):
                 raise
             refused += 1

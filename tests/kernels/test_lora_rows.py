@@ -129,7 +129,7 @@ def test_a_row_is_the_same_bits_in_every_batch(
 
 
 def test_an_adapter_alone_equals_the_trained_layer(cpp: None) -> None:
-    """nf4_lora_linear adds its update by addmm_ in place; so does this, to the same base product."""
+    """lora_linear rounds the sum of product and update once; so does this, over the same base product."""
     A, B = random(16, 576, seed=1) * 0.1, random(192, 16, seed=2) * 0.1
     y, x = random(40, 192, seed=3).bfloat16(), random(40, 576, seed=4).bfloat16()
     table = LoraTable([192], 576, 1, torch.bfloat16)
