@@ -288,7 +288,7 @@ def _our_qlora(batch: Batch, _: str) -> Contender:
 
 
 def _our_qat(batch: Batch, _: str) -> Contender:
-    from trainer.config import ModelConfig
+    from trainer.config.model import ModelConfig
     from trainer.fake_quant import fake_quantize_linears
     from trainer.kernels.fake_quant import Grid
     from trainer.model import load_model
@@ -303,7 +303,7 @@ def _our_qat(batch: Batch, _: str) -> Contender:
 def _in_passes(objective: nn.Module, batch: Batch) -> Contender:
     """As the training loop does: whole documents in passes of at most `train.max_pass_tokens`, gradients added up."""
     from trainer.data.loader import collate, group_by_length
-    from trainer.run import MAX_PASS_TOKENS
+    from trainer.prepare import MAX_PASS_TOKENS
 
     rows = [{"input_ids": batch.input_ids[row].tolist(), "labels": batch.labels[row].tolist()} for row in batch.rows()]
     passes = [collate(some) for some in group_by_length(rows, MAX_PASS_TOKENS[0])]
@@ -351,7 +351,7 @@ def _torchao_qat(batch: Batch, _: str) -> Contender:
 def _transformers(**options: object) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    from trainer.config import ModelConfig
+    from trainer.config.model import ModelConfig
     from trainer.sources.resolve import resolve_model
 
     return AutoModelForCausalLM.from_pretrained(resolve_model(ModelConfig()), **options)

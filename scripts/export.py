@@ -14,7 +14,8 @@ import sys
 from rich.console import Console
 
 from trainer.compose import load_config
-from trainer.config import EXPORT_FORMATS, UserError
+from trainer.config.errors import UserError
+from trainer.config.export import EXPORT_FORMATS
 
 KEYS = {"dtype": "export.dtype", "allow_lossy": "export.allow_lossy"}
 

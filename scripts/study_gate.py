@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from trainer import LLM
-from trainer.config import DType, ModelConfig, ModelSource, QuantConfig
+from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.config.quant import QuantConfig
 from trainer.model import load_model, prepare_model
 from trainer.serve.config import ServeConfig
 from trainer.serve.gate import train_serve_gate

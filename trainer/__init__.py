@@ -11,9 +11,9 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Config": "trainer.config",
+    "Config": "trainer.config.schema",
     "load_config": "trainer.compose",
-    "UserError": "trainer.config",
+    "UserError": "trainer.config.errors",
     "finetune": "trainer.run",
     "Quantizer": "trainer.quantizer",
     "QuantizedTensor": "trainer.quantizer",

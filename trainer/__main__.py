@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from trainer.compose import CONF_DIR, find_run, load_config, recipes, register_configs, to_config
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 log = logging.getLogger("trainer")
 

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 
 
 @dataclass

@@ -16,8 +16,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer import config as schema
-from trainer.config import Config, UserError, require, to_dict
+from trainer.config.errors import UserError, require
+from trainer.config.schema import Config, to_dict
 from trainer.settings import describe
 
 PACKAGE_DIR = Path(__file__).parent
@@ -184,7 +184,7 @@ _HYDRA = {
     },
     "output_subdir": None,
     "job": {"name": "train", "chdir": False},
-    "help": {"app_name": "lowbit", "template": _HELP % describe(Config(), schema)},
+    "help": {"app_name": "lowbit", "template": _HELP % describe(Config())},
     "job_logging": {
         "version": 1,
         "formatters": {

@@ -25,7 +25,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trainer.config import LoftqConfig, LoraConfig, require
+from trainer.config.errors import require
+from trainer.config.lora import LoftqConfig, LoraConfig
 from trainer.lora import Factors, LoraLinear, adapter_size
 from trainer.quantizer import QuantizedTensor, Quantizer
 

@@ -25,7 +25,7 @@ from datasets import Dataset
 from torch import nn
 
 from trainer.checkpoint import TrainState, save_checkpoint
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.data.loader import BatchPlan, collate, group_by_length
 from trainer.metrics import MetricSink, ProgressLine, peak_memory_bytes
 from trainer.objective import num_targets

@@ -27,7 +27,8 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
-from trainer.config import LoraConfig, LoraInit, UserError, require
+from trainer.config.errors import UserError, require
+from trainer.config.lora import LoraConfig, LoraInit
 from trainer.kernels.frozen_weight import FrozenWeight, multiply
 from trainer.kernels.lora_linear import Adapter, lora_linear
 from trainer.linear import QuantLinear

@@ -22,7 +22,8 @@ from peft.tuners.lora.eva import get_eva_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from trainer.config import LoraConfig, LoraInit, UserError
+from trainer.config.errors import UserError
+from trainer.config.lora import LoraConfig, LoraInit
 from trainer.linear import Pack
 from trainer.lora import Factors, adapter_size, linear_layers
 from trainer.quantizer import QuantizedTensor, Quantizer

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config import require
+from trainer.config.errors import require
 from trainer.optim import Optimizer
 
 

@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from trainer.config import Config, Tracker, UserError, to_dict
+from trainer.config.errors import UserError
+from trainer.config.schema import Config, Tracker, to_dict
 
 
 class MetricSink(Protocol):

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from trainer.config import Codebook, DType, MixedBits, ModelConfig, QuantConfig, UserError, require
+from trainer.config.errors import UserError, require
+from trainer.config.model import DType, ModelConfig
+from trainer.config.quant import Codebook, MixedBits, QuantConfig
 from trainer.linear import Pack, QuantizationSummary, linears_to_pack, pack_nearest, quantize_linears
 from trainer.quant_plan import QuantPlan, error_gain, first_layers, log_plan, most_gaining_layers
 from trainer.quantizer import Quantizer

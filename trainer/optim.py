@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trainer.config import DecayShape, OptimConfig, OptimizerName, Schedule, require
+from trainer.config.errors import require
+from trainer.config.optim import DecayShape, OptimConfig, OptimizerName, Schedule
 
 LION_LR_SHARE = 0.1
 """Lion's learning rate over AdamW's: "typically 3-10x smaller" (arXiv:2302.06675, section 5), and ten times in its

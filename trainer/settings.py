@@ -9,21 +9,20 @@ import inspect
 import textwrap
 from dataclasses import is_dataclass
 from enum import Enum
-from types import ModuleType
+from functools import cache
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 
 
-def describe(settings: Any, module: ModuleType) -> str:
-    """Every key of a dataclass instance with its value and the string below its field in `module`, for --help."""
-    docs = _field_docs(ast.parse(inspect.getsource(module)))
+def describe(settings: Any) -> str:
+    """Every key of a dataclass instance with its value and the string below its field, for --help."""
     lines = []
     for key, owner, name in _fields(settings):
-        doc = " ".join(docs[type(owner).__name__, name].split())
+        doc = " ".join(_field_docs(type(owner))[name].split())
         lines += textwrap.wrap(
             doc, 120, initial_indent=f"  {f'{key} = {_shown(getattr(owner, name))}':<38} ", subsequent_indent=" " * 41
         )
@@ -74,11 +73,12 @@ def _shown(value: Any) -> str:
     return value.value if isinstance(value, Enum) else str(value)
 
 
-def _field_docs(tree: ast.Module) -> dict[tuple[str, str], str]:
-    """(class, field) -> the string that stands below the field."""
-    docs = {}
-    for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        for field, doc in zip(node.body, node.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
-                docs[node.name, field.target.id] = ast.literal_eval(doc.value)
-    return docs
+@cache
+def _field_docs(schema: type) -> dict[str, str]:
+    """Field -> the string that stands below it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0].body
+    return {
+        field.target.id: ast.literal_eval(doc.value)
+        for field, doc in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)
+    }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 
 log = logging.getLogger(__name__)
 

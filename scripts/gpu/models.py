@@ -104,7 +104,7 @@ Step = tuple[Callable[[], Tensor], list[nn.Parameter]]
 
 
 def our_step(bench: Bench, sizes: dict[str, Any], tokens: Tensor, checkpointing: bool) -> Step:
-    from trainer.config import LoraConfig
+    from trainer.config.lora import LoraConfig
     from trainer.lora import attach_lora
     from trainer.objective import NextTokenLoss
 

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from trainer import finetune, load_config
-from trainer.config import DType, ModelConfig, ModelSource, QuantConfig, UserError
+from trainer.config.errors import UserError
+from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.config.quant import QuantConfig
 from trainer.export.adapter import read_adapter
 from trainer.model import load_model, prepare_model
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from trainer import finetune, load_config
-from trainer.config import DType, ModelConfig, ModelSource, QuantConfig, UserError
+from trainer.config.errors import UserError
+from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.config.quant import QuantConfig
 from trainer.export.adapter import base_plan, read_adapter
 from trainer.linear import QuantLinear, weights_sha256
 from trainer.model import load_model, prepare_model

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import ROOT, environment, losses
 from trainer import finetune, load_config
-from trainer.config import DType, ModelConfig, ModelSource, UserError
+from trainer.config.errors import UserError
+from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.data.chat import tokenize_rows
 from trainer.data.formats import load_rows
 from trainer.evaluate.perplexity import held_out_loss

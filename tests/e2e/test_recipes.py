@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import losses
 from trainer import UserError, finetune, load_config
-from trainer.config import Codebook, Config
+from trainer.config.quant import Codebook
+from trainer.config.schema import Config
 from trainer.data.chat import tokenize_rows
 from trainer.data.formats import load_rows
 from trainer.evaluate.perplexity import held_out_loss

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trainer import finetune, load_config
-from trainer.config import QuantConfig
+from trainer.config.quant import QuantConfig
 from trainer.model import prepare_model
 from trainer.serve.llm import LLM
 from trainer.serve.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import require
+from trainer.config.errors import require
 from trainer.serve.config import ServeConfig
 from trainer.serve.http.server import Server, create_app
 from trainer.serve.http.vocabulary import Vocabulary

@@ -8,7 +8,7 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.export.adapter import read_adapter_factors
 from trainer.linear import weights_sha256
 from trainer.serve.engine import request_output

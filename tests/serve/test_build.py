@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve import build
 from trainer.serve.llm import LLM
 

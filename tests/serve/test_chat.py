@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.chat import tokenize
 from trainer.data.formats import Row
 from trainer.serve.http.chat import render_chat

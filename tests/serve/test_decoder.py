@@ -6,7 +6,8 @@ import weakref
 import pytest
 import torch
 
-from trainer.config import Codebook, QuantConfig, UserError
+from trainer.config.errors import UserError
+from trainer.config.quant import Codebook, QuantConfig
 from trainer.fake_quant import FakeQuantLinear, fake_quantize_linears
 from trainer.kernels import _cpp
 from trainer.kernels.fake_quant import Grid

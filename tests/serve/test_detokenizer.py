@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from trainer.config import ModelConfig, ModelSource, UserError
+from trainer.config.errors import UserError
+from trainer.config.model import ModelConfig, ModelSource
 from trainer.serve.detokenizer import MAX_WINDOW, Detokenizer
 from trainer.serve.sampling_params import SamplingParams
 from trainer.sources.resolve import resolve_model

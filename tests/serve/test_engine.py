@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.serve.oracle import EOS, MAX_MODEL_LEN, Harness, LetterAdapter
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.engine import request_output
 from trainer.serve.outputs import FinishReason, TokenLogprob
 from trainer.serve.scheduler import Step

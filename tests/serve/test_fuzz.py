@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.serve.oracle import VOCAB_SIZE, Harness, LetterAdapter
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.scheduler import SchedulerCounts
 from trainer.serve.sequence import Request
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer.config import ModelConfig, ModelSource, UserError
+from trainer.config.errors import UserError
+from trainer.config.model import ModelConfig, ModelSource
 from trainer.serve import grammar
 from trainer.serve.grammar import CACHED_GRAMMARS, Grammar, GrammarCompiler
 from trainer.serve.json_schema import MAX_SCHEMA_LEN, check_schema

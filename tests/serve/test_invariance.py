@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from trainer.config import LoraConfig as TrainerLoraConfig
+from trainer.config.lora import LoraConfig as TrainerLoraConfig
 from trainer.lora import attach_lora
 from trainer.serve.engine import request_output
 from trainer.serve.outputs import RequestOutput

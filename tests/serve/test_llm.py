@@ -15,8 +15,10 @@ import weakref
 import pytest
 import torch
 
-from trainer.config import DType, ModelConfig, ModelSource, QuantConfig, UserError
-from trainer.config import LoraConfig as TrainerLoraConfig
+from trainer.config.errors import UserError
+from trainer.config.lora import LoraConfig as TrainerLoraConfig
+from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.config.quant import QuantConfig
 from trainer.export.adapter import read_adapter
 from trainer.lora import attach_lora
 from trainer.model import load_model, prepare_model

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.http.body import MAX_DEPTH, parse_json
 from trainer.serve.http.errors import ApiError
 from trainer.serve.http.protocol import ChatRequest, CompletionRequest, LoglikelihoodRequest, TokenizeRequest

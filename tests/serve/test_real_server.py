@@ -29,7 +29,7 @@ from peft import LoraConfig, get_peft_model
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.async_engine import AsyncEngine
 from trainer.serve.build import build_engine
 from trainer.serve.config import ServeConfig

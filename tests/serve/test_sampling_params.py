@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.sampling_params import MAX_LOGPROBS, MAX_STOPS, SamplingParams
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.serve.oracle import Harness, LetterAdapter
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.scheduler import Step
 from trainer.serve.sequence import Request, Status
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.serve.fake_engine import FakeEngine, serving
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.http.logprobs import CompletionLogprobs, chat_logprobs
 from trainer.serve.http.prompts import encode_text
 from trainer.serve.http.scoring import encode_pair, score

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.serve.fake_engine import FakeEngine, serving
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.config import ServeConfig
 from trainer.serve.http import api
 from trainer.serve.http.prompts import INLINE_CHARS

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.fake_quant import fake_quantize_linears
 from trainer.kernels.codebook4 import CodebookWeight, codebook_quantize
 from trainer.kernels.fake_quant import Grid

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from trainer.config import ColumnsConfig, UserError
+from trainer.config.data import ColumnsConfig
+from trainer.config.errors import UserError
 from trainer.data.chat import tokenize, tokenize_rows
 from trainer.data.formats import Row, read_jsonl
 

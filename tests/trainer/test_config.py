@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
-from trainer import config as schema
 from trainer.compose import CONF_DIR, load_config, recipes, save_config
-from trainer.config import Config, UserError, to_dict
+from trainer.config.errors import UserError
+from trainer.config.schema import Config, to_dict
 from trainer.settings import describe
 
 
@@ -68,7 +68,7 @@ def test_mistakes_are_answered_without_torch():
 
 
 def test_help_names_every_key():
-    text = describe(Config(), schema)
+    text = describe(Config())
     for section in to_dict(Config()).items():
         keys = [f"{section[0]}.{key}" for key in section[1]] if isinstance(section[1], dict) else [section[0]]
         assert all(key in text for key in keys)

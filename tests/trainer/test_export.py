@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
-from trainer.config import ExportConfig, LoraConfig, QuantConfig, UserError
+from trainer.config.errors import UserError
+from trainer.config.export import ExportConfig
+from trainer.config.lora import LoraConfig
+from trainer.config.quant import QuantConfig
 from trainer.export import merged as merged_module
 from trainer.export.merged import Survival, merge_layer, write_merged
 from trainer.export.merged_4bit import write_merged_4bit

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import ColumnsConfig, DataConfig, DataSource, UserError
+from trainer.config.data import ColumnsConfig, DataConfig, DataSource
+from trainer.config.errors import UserError
 from trainer.data.formats import Row, load_rows, read_jsonl
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

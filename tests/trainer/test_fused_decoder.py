@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.config import LoraConfig, QuantConfig
+from trainer.config.lora import LoraConfig
+from trainer.config.quant import QuantConfig
 from trainer.fused_decoder import FusedDecoder, document_positions
 from trainer.lora import LoraLinear, attach_lora
 from trainer.model import prepare_model

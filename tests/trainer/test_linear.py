@@ -2,7 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import LoraConfig, ModelConfig, ModelSource, QuantConfig, UserError
+from trainer.config.errors import UserError
+from trainer.config.lora import LoraConfig
+from trainer.config.model import ModelConfig, ModelSource
+from trainer.config.quant import QuantConfig
 from trainer.linear import QuantLinear, quantize_linears, weights_sha256
 from trainer.lora import LoraLinear, attach_lora
 from trainer.model import load_model, prepare_model

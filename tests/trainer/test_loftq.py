@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.config import LoftqConfig, LoraConfig, UserError
+from trainer.config.errors import UserError
+from trainer.config.lora import LoftqConfig, LoraConfig
 from trainer.linear import QuantLinear, quantize_linears, weights_sha256
 from trainer.loftq import EXACT_RANKS, EXACT_SIZE, Loftq, fit_codes, fit_layer, measure_input_scales, truncated_svd
 from trainer.lora import LoraLinear, attach_lora

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.conftest import SETTINGS, losses
 from trainer.checkpoint import checkpoints
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.loop import TrainingDiverged
 from trainer.objective import NextTokenLoss
 

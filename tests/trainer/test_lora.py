@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer import lora_init
 from trainer.architecture import active_module
-from trainer.config import Codebook, LoraConfig, LoraInit, QuantConfig, UserError
+from trainer.config.errors import UserError
+from trainer.config.lora import LoraConfig, LoraInit
+from trainer.config.quant import Codebook, QuantConfig
 from trainer.kernels.lora_linear import lora_linear
 from trainer.linear import quantize_linears
 from trainer.lora import LoraLinear, attach_lora, peft_lora_config, register_layers

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import OptimConfig, OptimizerName, Schedule, UserError
+from trainer.config.errors import UserError
+from trainer.config.optim import OptimConfig, OptimizerName, Schedule
 from trainer.master_weights import MasterWeights, with_master_weights
 from trainer.optim import Optimizer, build_optimizer
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.config import LoraConfig
+from trainer.config.lora import LoraConfig
 from trainer.lora import attach_lora
 from trainer.neftune import EmbeddingNoise
 from trainer.objective import NextTokenLoss

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.optimization import get_wsd_schedule
 
 from trainer.compose import load_config
-from trainer.config import DecayShape, OptimConfig, OptimizerName, Schedule, UserError
+from trainer.config.errors import UserError
+from trainer.config.optim import DecayShape, OptimConfig, OptimizerName, Schedule
 from trainer.master_weights import with_master_weights
 from trainer.optim import (
     averaged_weights,

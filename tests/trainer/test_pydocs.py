@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.pydocs import Question, load_questions
 
 EVERYTHING = 10**6

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import Codebook, MixedBits, ModelConfig, ModelSource, QuantConfig, UserError
+from trainer.config.errors import UserError
+from trainer.config.model import ModelConfig, ModelSource
+from trainer.config.quant import Codebook, MixedBits, QuantConfig
 from trainer.linear import QuantLinear, weights_sha256
 from trainer.model import load_model, plan_of_config, prepare_model
 from trainer.quant_plan import QuantPlan, error_gain, first_layers, most_gaining_layers

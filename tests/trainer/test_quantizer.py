@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from trainer.config import Codebook, QuantConfig, ScaleDType, UserError
+from trainer.config.errors import UserError
+from trainer.config.quant import Codebook, QuantConfig, ScaleDType
 from trainer.kernels.codebook4 import CodebookWeight
 from trainer.kernels.codebook_bits import BitsWeight
 from trainer.kernels.int4 import Int4Weight

@@ -2,8 +2,7 @@
 
 import pytest
 
-from trainer.config import UserError
-from trainer.serve import config as schema
+from trainer.config.errors import UserError
 from trainer.serve.config import ServeConfig
 from trainer.settings import describe, read_settings
 
@@ -41,5 +40,5 @@ def test_mistakes_are_named(argument: str, message: str) -> None:
 
 
 def test_help_says_every_key() -> None:
-    text = describe(ServeConfig(), schema)
+    text = describe(ServeConfig())
     assert all(f"  {name} = " in text for name in ServeConfig.__dataclass_fields__)

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from trainer.config import ModelConfig, ModelSource, UserError
+from trainer.config.errors import UserError
+from trainer.config.model import ModelConfig, ModelSource
 from trainer.sources import bundled, cache, gguf_file, wheel
 from trainer.sources.cache import prepare_once
 from trainer.sources.llama_gguf import read_config, read_metadata, read_weights

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from trainer.config import ModelConfig, ModelSource, UserError
+from trainer.config.errors import UserError
+from trainer.config.model import ModelConfig, ModelSource
 from trainer.model import load_model
 from trainer.sources.tiny import tiny_model
 from trainer.vocabulary import add_tokens, check_tokenizer, tokenizer_sha256

@@ -20,7 +20,7 @@ from datasets import Dataset, Features, List, Value
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.formats import Row
 from trainer.data.loader import IGNORED
 

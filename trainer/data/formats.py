@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
 
-from trainer.config import ColumnsConfig, DataConfig, DataSource, UserError, require
+from trainer.config.data import ColumnsConfig, DataConfig, DataSource
+from trainer.config.errors import UserError, require
 from trainer.data.pydocs import Question, load_questions
 
 logger = logging.getLogger(__name__)

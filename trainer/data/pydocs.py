@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 logger = logging.getLogger(__name__)
 

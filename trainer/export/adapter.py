@@ -24,7 +24,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from trainer.architecture import base_model
-from trainer.config import Codebook, Config, ModelSource, QuantConfig, UserError, Weights, require
+from trainer.config.errors import UserError, require
+from trainer.config.model import ModelSource
+from trainer.config.quant import Codebook, QuantConfig
+from trainer.config.schema import Config
+from trainer.config.train import Weights
 from trainer.export.base_codes import FILE_NAME, copy_base_codes, restore_base
 from trainer.linear import QuantLinear, weights_sha256
 from trainer.lora import adapter_tensors, plain_config, register_layers
@@ -417,7 +421,8 @@ tokenizer = AutoTokenizer.from_pretrained("<this folder>")
 _LOAD_HERE = """```python
 from pathlib import Path
 
-from trainer.config import DType, ModelConfig, ModelSource, QuantConfig
+from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.config.quant import QuantConfig
 from trainer.export.adapter import base_plan, read_adapter
 from trainer.model import load_model, prepare_model
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.linear import QuantLinear
 
 FILE_NAME = "base_codes.safetensors"

@@ -33,7 +33,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.architecture import base_layer, base_model
-from trainer.config import DType, ExportConfig, require
+from trainer.config.errors import require
+from trainer.config.export import ExportConfig
+from trainer.config.model import DType
 from trainer.linear import QuantLinear
 from trainer.lora import LoraLinear
 from trainer.vocabulary import is_tied

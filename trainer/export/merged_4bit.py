@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.architecture import base_layer, base_model
-from trainer.config import require
+from trainer.config.errors import require
 from trainer.export.merged import (
     SHARD_BYTES,
     Survival,

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, ModelSource
+from trainer.config.model import ModelSource
+from trainer.config.schema import Config
 
 
 def write_merged_card(folder: Path, config: Config, metrics: dict[str, Any]) -> None:

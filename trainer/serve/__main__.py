@@ -6,8 +6,7 @@ Exits with 0 after SIGTERM or Ctrl-C, 2 after a user's mistake, 1 when the engin
 import logging
 import sys
 
-from trainer.config import UserError
-from trainer.serve import config as schema
+from trainer.config.errors import UserError
 from trainer.serve.config import ServeConfig
 from trainer.settings import describe, read_settings
 
@@ -26,7 +25,7 @@ def main() -> None:
     """Run the command line."""
     arguments = sys.argv[1:]
     if any(argument in ("-h", "--help") for argument in arguments):
-        print(_HELP % describe(ServeConfig(), schema))
+        print(_HELP % describe(ServeConfig()))
         return
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("trainer").setLevel(logging.INFO)

@@ -16,7 +16,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.export.adapter import AdapterFactors, check_base, read_adapter_factors, read_identity
 from trainer.kernels.lora_rows import MAX_RANK, LoraTable
 from trainer.lora import LoraLinear

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.serve.adapters import Adapter
 from trainer.serve.build import Built
 from trainer.serve.engine import Event, request_output

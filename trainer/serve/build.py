@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer.architecture import base_model
-from trainer.config import require
+from trainer.config.errors import require
 from trainer.kernels.paged_attention import AttentionBatch, KVCache
 from trainer.serve.adapters import AdapterRegistry, factors_from_module
 from trainer.serve.block_manager import BlockManager

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trainer.config import require
+from trainer.config.errors import require
 
 KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("none", "nf4", "fp4", "int4", "int4_dynamic", "int8_dynamic")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.architecture import base_layer, base_model, rotary_table, sliding_windows, why_unsupported
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.fake_quant import FakeQuantLinear
 from trainer.kernels.codebook4 import CodebookWeight
 from trainer.kernels.codebook_bits import BitsWeight, bits_dequantize

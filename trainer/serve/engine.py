@@ -14,7 +14,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.serve.adapters import Adapter
 from trainer.serve.block_manager import BlockManager
 from trainer.serve.config import ServeConfig

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from trainer.config import require
+from trainer.config.errors import require
 from trainer.kernels import _cpp
 from trainer.linear import weights_sha256
 from trainer.serve.adapters import factors_from_module

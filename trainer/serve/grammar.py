@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.serve.json_schema import check_schema
 
 MAX_WHITESPACE = 16

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 
 MAX_SCHEMA_LEN = 65_536
 """Characters of a schema's text."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.serve.adapters import Adapter, factors_from_module
 from trainer.serve.build import LIVE_ADAPTER, build_engine
 from trainer.serve.config import ServeConfig

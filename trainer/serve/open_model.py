@@ -17,7 +17,9 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.compose import read_run_config
-from trainer.config import Codebook, DType, ModelConfig, ModelSource, QuantConfig, UserError, require
+from trainer.config.errors import UserError, require
+from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.config.quant import Codebook, QuantConfig
 from trainer.export.adapter import base_plan, put_token_rows, read_identity
 from trainer.export.base_codes import restore_base
 from trainer.fake_quant import fake_quantize_linears

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 
 MAX_LOGPROBS = 20
 """OpenAI's chat limit on `top_logprobs`; a larger top list costs a partial sort of the vocabulary for each token."""

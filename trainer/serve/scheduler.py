@@ -12,7 +12,7 @@ the first in order always runs and always finishes.
 from bisect import insort
 from dataclasses import dataclass, field
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.block_manager import BlockManager
 from trainer.serve.ngram import propose
 from trainer.serve.sequence import Request, Sequence, Status

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.kernels.codebook4 import CodebookWeight
 from trainer.kernels.int4 import Int4Weight
 from trainer.kernels.int8 import Int8Weight

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import transformers
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.sources.cache import prepare_once
 from trainer.sources.hf_folder import split_digits
 from trainer.sources.llama_gguf import DIGIT_SPLITTING, read_metadata

@@ -6,7 +6,7 @@ imported when they are asked for: a run on a folder of its own never touches the
 
 from pathlib import Path
 
-from trainer.config import ModelConfig, ModelSource
+from trainer.config.model import ModelConfig, ModelSource
 
 
 def resolve_model(config: ModelConfig) -> str:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.sources.cache import cache_dir
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 
 from trainer import __version__
-from trainer.config import require
+from trainer.config.errors import require
 from trainer.serve.http.body import JsonRoute
 from trainer.serve.http.chat import num_chars, render_chat
 from trainer.serve.http.chat_completions import chat

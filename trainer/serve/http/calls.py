@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.http.errors import ApiError, api_error
 from trainer.serve.interface import Engine, EngineDead, QueueFull, RequestStream
 from trainer.serve.outputs import Delta, FinishReason, RequestOutput

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.serve.http.protocol import ChatFields
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.interface import EngineDead, QueueFull
 
 MAX_SHOWN = 120

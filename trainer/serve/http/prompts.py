@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.http.errors import ApiError
 from trainer.serve.interface import Engine
 

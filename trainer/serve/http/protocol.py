@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_PRIORITY = 1_000_000

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Request
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError, require
+from trainer.config.errors import UserError, require
 from trainer.serve.http.calls import Call, usage
 from trainer.serve.http.logprobs import json_logprob
 from trainer.serve.http.prompts import beside_the_loop, check_ids, encode_text, route_model

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.serve.config import ServeConfig
 from trainer.serve.http.api import create_app
 from trainer.serve.http.guard import KEY_VARIABLE, wanted_key
