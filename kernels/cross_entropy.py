@@ -205,7 +205,7 @@ def _chunked(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss and its gradients to hidden states, weight and bias; empty where not `wanted`. Arguments as the op's."""
-    kept = _kept_rows(labels, ignore_index, weight.shape[0])
+    kept = kept_rows(labels, ignore_index, weight.shape[0])
     if kept is not None:
         hidden_states, labels = hidden_states[kept], labels[kept]
     labels = labels.contiguous()
@@ -229,7 +229,7 @@ def _chunked(
         if with_hidden:
             torch.mm(logits, weight, out=grad_hidden[rows])
         if with_weight:
-            _add_weight_gradient(grad_weight, logits, hidden_states[rows], first=start == 0)
+            add_weight_gradient(grad_weight, logits, hidden_states[rows], first=start == 0)
         if with_bias:
             grad_bias += logits.sum(0, dtype=torch.float32)
     if with_hidden and kept is not None:
@@ -237,7 +237,7 @@ def _chunked(
     return loss.float(), grad_hidden, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
 
 
-def _kept_rows(labels: Tensor, ignore_index: int, vocab_size: int) -> Tensor | None:
+def kept_rows(labels: Tensor, ignore_index: int, vocab_size: int) -> Tensor | None:
     """Which rows are not ignored [N] bool; None for all.
 
     raises  ValueError if a label is neither ignore_index nor a row of the weight
@@ -266,7 +266,7 @@ def _logits(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, options:
         out.div_(options.softcap).tanh_().mul_(options.softcap)
 
 
-def _add_weight_gradient(total: Tensor, grad_logits: Tensor, hidden_states: Tensor, *, first: bool) -> None:
+def add_weight_gradient(total: Tensor, grad_logits: Tensor, hidden_states: Tensor, *, first: bool) -> None:
     """total [vocab_size, in_features] float32 += grad_logits^T hidden_states, or = for the first, in blocks of rows."""
     product = hidden_states.new_empty(min(BLOCK_VOCAB, len(total)), total.shape[1])
     for start in range(0, len(total), BLOCK_VOCAB):
@@ -311,12 +311,12 @@ def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 
 def _backward(ctx, grad_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     hidden_states, weight, bias = (
-        _scaled(grad, grad_loss) if wanted else None for grad, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        scaled(grad, grad_loss) if wanted else None for grad, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
     )
     return hidden_states, weight, bias, *[None] * 4
 
 
-def _scaled(grad: Tensor, scale: Tensor) -> Tensor:
+def scaled(grad: Tensor, scale: Tensor) -> Tensor:
     """grad * scale with the scale in float32: rounded to bfloat16 it would change the length of every gradient alike.
 
     On CPUs torch does so by itself for a scalar tensor; other devices round it first.
@@ -358,7 +358,7 @@ def linear_cross_entropy(
                      hidden_states, weight and bias
     raises           ValueError if shapes, dtypes, devices, numbers or a label do not fit
     """
-    _check(hidden_states, weight, labels, bias)
+    check(hidden_states, weight, labels, bias)
     if not (z_loss >= 0 and math.isfinite(z_loss) and 0 <= label_smoothing < 1):
         raise ValueError(
             f"z_loss={z_loss}, label_smoothing={label_smoothing}; linear_cross_entropy takes a finite z_loss from 0 "
@@ -377,7 +377,7 @@ def linear_cross_entropy(
     return _linear_cross_entropy(hidden_states, weight, bias, labels, ignore_index, options, wanted)[0]
 
 
-def _check(hidden_states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+def check(hidden_states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     """raises ValueError unless the op can read these tensors"""
     fit = (
         hidden_states.ndim == 2

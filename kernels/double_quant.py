@@ -55,7 +55,7 @@ def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     step = ((normalized + 1) * 0.5 * _LUT_STEPS + 0.5).to(torch.int64)
     codes = _nearest_code_of_step(absmax.device)[step]
     codes[nested_absmax == 0] = 0
-    return codes.view(-1)[: absmax.numel()].contiguous(), nested_absmax, offset
+    return codes.view(-1)[: absmax.numel()].clone(), nested_absmax, offset  # files hold whole storages only
 
 
 @functools.cache

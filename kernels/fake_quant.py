@@ -213,7 +213,7 @@ def fake_quant_learned_backward_reference(
 
 def _scale_factor(x: Tensor, scales: Tensor, quant_max: int) -> float:
     """LSQ's gradient scale: steps then move at the rate of weights, whatever the size of a group."""
-    return 1 / math.sqrt(x.numel() // max(1, scales.numel()) * quant_max)
+    return 1 / math.sqrt(x.shape[1] // scales.shape[1] * quant_max)
 
 
 # ---- C++
@@ -534,6 +534,14 @@ def fake_quant_learned(weight: Tensor, scales: Tensor, zeros: Tensor | None = No
     """
     _check_learned(weight, scales, zeros, bits)
     return _fake_quant_learned(weight, scales, zeros, bits)
+
+
+def fake_quant_learned_gradient(
+    grad: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int = 4
+) -> tuple[Tensor, Tensor]:
+    """What `fake_quant_learned` passes back to weight and scales, for layers that compute it again in backward."""
+    _check_learned(weight, scales, zeros, bits)
+    return _fake_quant_learned_backward(grad, weight, scales, zeros, bits)
 
 
 def _check_learned(weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> None:

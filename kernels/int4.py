@@ -399,7 +399,7 @@ def int4_quantize(
     """Quantize a weight to 4 bits, round to nearest, with the grid of the module's docstring.
 
     weight       [out_features, in_features] float, any strides; computed in float32
-    group_size   32, 64, 128 or in_features
+    group_size   a multiple of 32, such as 32, 64, 128 or 192, or in_features
     divisor      7, 7.5 or 8: what max |w| is divided by, for symmetric groups
     scale_dtype  float32, bfloat16 or float16: scales are rounded to it, and stored as float32
     raises       ValueError if group_size or divisor does not fit, if a weight is inf or nan (names it), or if a scale

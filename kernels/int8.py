@@ -27,7 +27,7 @@ from trainer.kernels.split_k import MIN_SPAN, dot_dtype, launch_split, span, sto
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GROUP_SIZES = (32, 64, 128)  # or in_features
+GROUP_SIZES = (32, 64, 128)  # the usual ones; any multiple of the first that divides in_features, or in_features
 QUANT_MAX = 127
 CPP_DTYPES = (torch.float32, torch.bfloat16)
 # Up to so many rows decode weights beside the products; more multiply a dense copy. 4096x4096, INT4 in groups of 32, 2
@@ -50,7 +50,7 @@ class Int8Weight:
 
     packed      [out_features, in_features] int8
     scales      [out_features, in_features / group_size] float32
-    group_size  32, 64, 128 or in_features (one scale per row)
+    group_size  a multiple of 32, such as 32, 64 or 128, or in_features (one scale per row)
     raises      ValueError if group_size or a size is wrong
     """
 
@@ -81,11 +81,12 @@ class Int8Weight:
 def check_group_size(group_size: int, in_features: int) -> None:
     if in_features < 1:
         raise ValueError(f"in_features={in_features}; a quantized weight has at least 1 input feature")
-    if group_size not in (*GROUP_SIZES, in_features) or in_features % group_size:
+    usual = group_size > 0 and group_size % GROUP_SIZES[0] == 0
+    if not (usual or group_size == in_features) or in_features % group_size:
         fitting = [size for size in GROUP_SIZES if in_features % size == 0 and size != in_features]
         use = ", ".join(map(str, [*fitting, in_features]))
         raise ValueError(
-            f"group_size={group_size} is not one of 32, 64, 128 and in_features, or does not divide "
+            f"group_size={group_size} is neither a multiple of 32 nor in_features, or does not divide "
             f"in_features={in_features}; use {use}"
         )
 
@@ -482,7 +483,7 @@ def int8_quantize(
     """Quantize a weight to 8 bits, round to nearest, with the grid of the module's docstring.
 
     weight       [out_features, in_features] float, any strides; computed in float32
-    group_size   32, 64, 128 or in_features; None: in_features, one scale per row
+    group_size   a multiple of 32 or in_features; None: in_features, one scale per row
     scale_dtype  float32, bfloat16 or float16: scales are rounded to it, and stored as float32
     raises       ValueError if group_size does not fit, if a weight is inf or nan (names it), or if a scale is too large
                  for scale_dtype; TypeError for another scale_dtype

@@ -91,6 +91,7 @@ class _Plan(NamedTuple):
     scalings: Sequence[float]
     eps: float
     prologue: str
+    merged: bool = False
 
     def updates(self, lora_A: Sequence[Tensor], lora_B: Sequence[Tensor]) -> list[Update]:
         """One for each weight, from the factors of those that have an adapter."""
@@ -127,6 +128,8 @@ def _forward(
         return (y if residual is None else y.add_(residual)), x.new_empty(x.shape[0], 0)
     updates = plan.updates(lora_A, lora_B)
     h_A = multiply_A(h, updates)
+    if plan.merged:
+        return (y if residual is None else y.add_(residual)), h_A
     add_update(y, h_A, updates, residual)
     return y, h_A
 
@@ -149,7 +152,7 @@ def _gradients(
     grad_h_A, grad_B = output_gradients(grad, h_A, updates)
     if with_x or with_norm_weight:
         grad_h = multiply_transposed(grad, plan.weights)
-        if lora_A:
+        if lora_A and not plan.merged:
             add_input_gradient(grad_h, grad_h_A, updates)
         match plan.prologue:
             case "rms_norm":
@@ -315,6 +318,7 @@ def lora_linear(
     residual: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     with_swiglu: bool = False,
+    merged: bool = False,
 ) -> Tensor:
     """Frozen projections of one input plus their LoRA updates (arXiv:2305.14314, section 3, equation 5).
 
@@ -325,6 +329,8 @@ def lora_linear(
     residual     [T, sum of out_features] of x's dtype, added to the rounded result
     norm         (weight [in_features] of x's dtype, eps): multiply rms_norm(x) instead of x
     with_swiglu  multiply silu(gate) * up instead of x
+    merged       the weights hold the updates already, rounded with them (trainer/merge_aware.py): the product leaves
+                 the updates out, and the factors get the same gradients. Eager only
     returns      [T, sum of out_features] of x's dtype, contiguous, the projections side by side
     raises       ValueError if a shape, dtype or device does not fit
 
@@ -341,10 +347,11 @@ def lora_linear(
     prologue = "rms_norm" if norm is not None else "swiglu" if with_swiglu else ""
     x = x.contiguous()
     if torch.compiler.is_compiling():
+        assert not merged, "codes of merged weights are made outside a graph"
         tensors, layout = frozen_weight.flatten(weights)
         others = bias, residual, norm_weight, eps, prologue
         return _lora_linear(x, tensors, layout, lora_A, lora_B, ranks, scalings, *others)[0]
-    plan = _Plan(weights, ranks, scalings, eps, prologue)
+    plan = _Plan(weights, ranks, scalings, eps, prologue, merged)
     return _LoraLinear.apply(plan, x, bias, residual, norm_weight, *lora_A, *lora_B)
 
 

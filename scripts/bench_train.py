@@ -290,13 +290,15 @@ def _our_qlora(batch: Batch, _: str) -> Contender:
 def _our_qat(batch: Batch, _: str) -> Contender:
     from trainer.config.model import ModelConfig
     from trainer.fake_quant import fake_quantize_linears
-    from trainer.kernels.fake_quant import Grid
     from trainer.model import load_model
     from trainer.objective import NextTokenLoss
+    from trainer.qat_scheme import Scheme
 
     model, _ = load_model(ModelConfig())
-    weights = Grid.int4(group_size=GROUP_SIZE, divisor=DIVISOR, scale_dtype=SCALE_DTYPE)
-    fake_quantize_linears(model, weights, Grid.int8(), skip={model.get_output_embeddings()})
+    scale_dtype = str(SCALE_DTYPE).removeprefix("torch.")
+    grid = {"group_size": GROUP_SIZE, "divisor": DIVISOR, "scale_dtype": scale_dtype}
+    scheme = Scheme.named("int4_int8", integer=False, **grid)
+    fake_quantize_linears(model, lambda name: None if name == "lm_head" else scheme)
     return _in_passes(NextTokenLoss(model.requires_grad_()).train(), batch)
 
 

@@ -28,29 +28,104 @@ ALLOWED = {
     "trainer.vocabulary": {"trainer.config"},
     "trainer.neftune": set(),
     "trainer.sources": {"trainer.sources", "trainer.config"},
+    "trainer.packed_linear": {
+        *("trainer.fake_weight", "trainer.linear", "trainer.qat_scheme", "trainer.quantizer", "trainer.kernels"),
+    },
+    "trainer.packed_model": {
+        *("trainer.architecture", "trainer.config", "trainer.linear", "trainer.packed_linear", "trainer.qat_scheme"),
+    },
+    "trainer.qat": {
+        *("trainer.architecture", "trainer.config", "trainer.fake_quant", "trainer.packed_model"),
+        *("trainer.qat_scheme", "trainer.rounding"),
+    },
+    "trainer.convert": {
+        *("trainer.architecture", "trainer.export", "trainer.fake_quant", "trainer.linear", "trainer.packed_linear"),
+        "trainer.packed_model",
+    },
+    "trainer.agreement": {
+        *("trainer.architecture", "trainer.config", "trainer.fake_quant", "trainer.objective", "trainer.packed_model"),
+        "trainer.serve",
+    },
+    "trainer.finish": {
+        *("trainer.agreement", "trainer.architecture", "trainer.convert", "trainer.export", "trainer.packed_model"),
+        "trainer.prepare",
+    },
     "trainer.model": {
-        *("trainer.config", "trainer.linear", "trainer.lora", "trainer.quant_plan", "trainer.quantizer"),
-        *("trainer.sources", "trainer.vocabulary"),
+        *("trainer.config", "trainer.linear", "trainer.lora", "trainer.packed_model", "trainer.quant_plan"),
+        *("trainer.quantizer", "trainer.sources", "trainer.vocabulary"),
     },
     "trainer.architecture": set(),
-    "trainer.fake_quant": {"trainer.quantizer", "trainer.kernels"},
-    "trainer.fused_decoder": {"trainer.architecture", "trainer.linear", "trainer.lora", "trainer.kernels"},
-    "trainer.objective": {"trainer.architecture", "trainer.fused_decoder", "trainer.kernels", "trainer.neftune"},
+    "trainer.observers": {"trainer.kernels"},
+    "trainer.rounding": set(),
+    "trainer.qat_scheme": {"trainer.observers", "trainer.quantizer", "trainer.kernels"},
+    "trainer.fake_weight": {"trainer.qat_scheme", "trainer.quantizer", "trainer.rounding", "trainer.kernels"},
+    "trainer.fake_product": {"trainer.fake_weight", "trainer.kernels"},
+    "trainer.fake_quant": {
+        *("trainer.fake_product", "trainer.fake_weight", "trainer.kernels", "trainer.observers", "trainer.qat_scheme"),
+        *("trainer.quantizer", "trainer.rounding"),
+    },
+    "trainer.merged_codes": {"trainer.fake_weight", "trainer.quantizer", "trainer.kernels"},
+    "trainer.merge_aware": {
+        *("trainer.fake_weight", "trainer.lora", "trainer.merged_codes", "trainer.qat_scheme", "trainer.quantizer"),
+        "trainer.kernels",
+    },
+    "trainer.qat_lora": {
+        *("trainer.config", "trainer.fake_quant", "trainer.lora", "trainer.merge_aware", "trainer.qat_scheme"),
+    },
+    "trainer.fused_decoder": {
+        *("trainer.architecture", "trainer.linear", "trainer.lora", "trainer.merge_aware", "trainer.kernels"),
+    },
+    "trainer.objective": {
+        *("trainer.architecture", "trainer.data", "trainer.fake_quant", "trainer.fused_decoder", "trainer.kernels"),
+        "trainer.neftune",
+    },
+    "trainer.teacher_cache": {
+        *("trainer.config", "trainer.kernels", "trainer.linear", "trainer.objective", "trainer.sources"),
+    },
+    "trainer.distillation": {
+        "trainer.config",
+        "trainer.fake_quant",
+        "trainer.kernels",
+        "trainer.objective",
+        "trainer.teacher_cache",
+    },
     "trainer.data": {"trainer.data", "trainer.config"},
+    "trainer.trained_scales": {"trainer.linear", "trainer.qat_scheme", "trainer.quantizer"},
+    "trainer.activation_stream": set(),
+    "trainer.block_training": {
+        *("trainer.config", "trainer.fake_quant", "trainer.linear", "trainer.qat_scheme", "trainer.quantizer"),
+    },
+    "trainer.block_files": {
+        *("trainer.block_training", "trainer.config", "trainer.linear", "trainer.qat_scheme", "trainer.quantizer"),
+    },
+    "trainer.blockwise": {
+        *("trainer.activation_stream", "trainer.block_files", "trainer.block_training", "trainer.config"),
+        *("trainer.data", "trainer.fused_decoder", "trainer.objective", "trainer.qat_scheme", "trainer.quantizer"),
+    },
+    "trainer.prepare_scales": {
+        *("trainer.block_files", "trainer.block_training", "trainer.blockwise", "trainer.config", "trainer.evaluate"),
+        *("trainer.linear", "trainer.objective", "trainer.qat", "trainer.qat_scheme", "trainer.trained_scales"),
+    },
     "trainer.optim": {"trainer.config"},
     "trainer.master_weights": {"trainer.config", "trainer.optim"},
     "trainer.metrics": {"trainer.config"},
-    "trainer.checkpoint": {"trainer.config"},
+    "trainer.checkpoint": {"trainer.config", "trainer.fake_quant"},
     "trainer.export": {
         *("trainer.architecture", "trainer.config", "trainer.export", "trainer.kernels", "trainer.linear"),
-        *("trainer.lora", "trainer.model", "trainer.quant_plan", "trainer.quantizer", "trainer.vocabulary"),
+        *("trainer.lora", "trainer.model", "trainer.packed_linear", "trainer.packed_model", "trainer.qat_scheme"),
+        *("trainer.quant_plan", "trainer.quantizer", "trainer.vocabulary"),
+        *("trainer.merge_aware", "trainer.qat_lora"),
     },
     "trainer.serve": {
         *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.export", "trainer.fake_quant"),
         *("trainer.kernels", "trainer.linear", "trainer.lora", "trainer.model", "trainer.quantizer", "trainer.serve"),
-        *("trainer.settings", "trainer.vocabulary"),
+        *("trainer.packed_linear", "trainer.packed_model", "trainer.qat_scheme", "trainer.settings"),
+        "trainer.vocabulary",
     },
-    "trainer.evaluate": {"trainer.evaluate", "trainer.data", "trainer.objective"},
+    "trainer.evaluate": {
+        *("trainer.architecture", "trainer.data", "trainer.evaluate", "trainer.fake_weight", "trainer.linear"),
+        *("trainer.lora", "trainer.merge_aware", "trainer.merged_codes", "trainer.objective", "trainer.packed_linear"),
+    },
     "trainer.loop": {
         *("trainer.checkpoint", "trainer.config", "trainer.data", "trainer.metrics", "trainer.objective"),
         "trainer.optim",

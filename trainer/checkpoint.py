@@ -12,7 +12,7 @@ keeps the hidden name and is never picked up. Data order and learning rate are f
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainer.config.errors import UserError, require
+from trainer.fake_quant import fake_quant_layers
 
 
 @dataclass
@@ -35,6 +36,10 @@ class TrainState:
     wall_s: float = 0.0
     """Seconds since the run began, all its sessions added up."""
     eval_loss_base: float | None = None
+    eval_loss_rounded: float | None = None
+    """Quantization-aware training: the held-out loss of the base rounded to nearest."""
+    eval_metrics_base: dict[str, float] = field(default_factory=dict)
+    """What the objective measured beside it; see `loop.drained_metrics`."""
     world_size: int = 1
     dtype: str = ""
     """The compute dtype; `model.dtype=auto` may choose another on another machine."""
@@ -118,12 +123,21 @@ def load_checkpoint(
 
 
 def _trainable(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach().cpu().contiguous() for name, param in model.named_parameters() if param.requires_grad}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in _changing(model).items()}
+
+
+def _changing(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What training changes: parameters, and the ranges that layers observe."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    observed = {
+        f"{name}.{key}": buffer for name, layer in fake_quant_layers(model) for key, buffer in layer.named_buffers()
+    }
+    return {**trained, **observed}
 
 
 @torch.no_grad()
 def _load_trainable(path: Path, model: nn.Module) -> None:
-    saved, params = load_file(path), {n: p for n, p in model.named_parameters() if p.requires_grad}
+    saved, params = load_file(path), _changing(model)
     if saved.keys() != params.keys() or any(saved[name].shape != param.shape for name, param in params.items()):
         raise UserError(f"{path} holds other tensors than this run trains; resume with the config of that run")
     for name, param in params.items():

@@ -8,6 +8,7 @@ each: packing costs what its documents cost. Per layer autograd keeps s twice, q
 gate|up; norms, products of gate and up and dense weights are computed again in backward.
 
 A projection whose modules cannot be fused (a trained weight, dropout, several adapters) is called as the module it is.
+A merge-aware layer is the product of the codes of its merged weight, and gives its factors the gradients of plain LoRA.
 DoRA's row factors multiply the product of base and adapter, before bias and residual stream.
 """
 
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from trainer.architecture import base_layer, rotary_table, sliding_windows, why_unsupported
 from trainer.kernels.attention import attention
+from trainer.kernels.fake_quant_kv import fake_quant_kv
 from trainer.kernels.frozen_weight import FrozenWeight
 from trainer.kernels.lora_linear import Adapter, lora_linear
 from trainer.kernels.rms_norm import rms_norm
@@ -28,6 +30,7 @@ from trainer.kernels.rope import rope
 from trainer.kernels.swiglu import swiglu
 from trainer.linear import QuantLinear
 from trainer.lora import LoraLinear, frozen_weight
+from trainer.merge_aware import MergeAwareLinear
 
 
 class FusedDecoder:
@@ -65,6 +68,13 @@ class FusedDecoder:
             recompute = layer.training and layer.gradient_checkpointing  # as transformers' layers decide
             stream = checkpoint(_layer, *arguments, use_reentrant=False) if recompute else _layer(*arguments)
         return _norm(stream, self._body.norm)
+
+    def layer(self, index: int, stream: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """What layer `index` makes of the residual stream [T, hidden_size]; for training one layer after the other."""
+        positions = document_positions(cu_seqlens, len(stream))
+        cos_sin = self._rotary_table(int(cu_seqlens.diff().max()), stream)
+        layer, window = self._body.layers[index], self._windows[index]
+        return _layer(layer, self._decoded, stream, positions, cos_sin, cu_seqlens, window)
 
     def _rotary_table(self, num_positions: int, like: Tensor) -> Tensor:
         table = self._cos_sin
@@ -127,6 +137,8 @@ def _layer(
     q_norm, k_norm = getattr(block, "q_norm", None), getattr(block, "k_norm", None)
     norms = {} if q_norm is None else {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "eps": _eps(q_norm)}
     qkv = rope(qkv, positions, cos_sin, **sizes, **norms)
+    if getattr(block, "int8_kv_cache", False):  # see fake_quantize_kv_cache
+        qkv = fake_quant_kv(qkv, **sizes)
     attended = attention(qkv, cu_seqlens, **sizes, scale=block.scaling, sliding_window=window)
     stream = _project(attended, output, decoded, residual=stream)
     gate_up = _project(stream, gate_and_up, decoded, norm=layer.post_attention_layernorm)
@@ -144,12 +156,12 @@ def _project(
 ) -> Tensor:
     """The modules' outputs side by side, of norm(x) or swiglu(x), added to the residual stream if there is one."""
     parts = [_frozen(module, decoded, x.dtype) for module in modules]
-    if all(part is not None for part in parts):
-        weights, adapters, scales = zip(*parts, strict=True)
+    if all(part is not None for part in parts) and len({part.merged for part in parts}) == 1:
+        weights, adapters, scales, (merged, *_) = zip(*parts, strict=True)
         prologue = {"norm": None if norm is None else (norm.weight, _eps(norm)), "with_swiglu": with_swiglu}
         bias = _bias(modules, x)
         if all(scale is None for scale in scales):
-            return lora_linear(x, weights, adapters, bias=bias, residual=residual, **prologue)
+            return lora_linear(x, weights, adapters, bias=bias, residual=residual, merged=merged, **prologue)
         y = lora_linear(x, weights, adapters, **prologue) * _row_scales(weights, scales).to(x.dtype)
         y = y if bias is None else y + bias
         return y if residual is None else residual + y
@@ -160,16 +172,23 @@ def _project(
 
 
 class _Part(NamedTuple):
-    """A module that is a frozen product, at most one adapter and at most a factor for each row of the two."""
+    """A module that is a frozen product, at most one adapter and at most a factor for each row of the two.
+
+    merged  the weight holds the adapter's update already
+    """
 
     weight: FrozenWeight
     adapter: Adapter | None = None
     row_scale: Tensor | None = None
+    merged: bool = False
 
 
 def _frozen(module: nn.Module, decoded: Decoded, dtype: torch.dtype) -> _Part | None:
     """What `module` computes, if that is a `_Part`; None for any other."""
     adapter = row_scale = None
+    if isinstance(module, MergeAwareLinear) and module.enabled:
+        weight = module.part
+        return None if weight is None else _Part(weight, module.adapter, merged=True)
     if isinstance(module, LoraLinear):
         if not module.fusable:
             return None

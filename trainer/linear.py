@@ -122,11 +122,15 @@ def weights_sha256(model: nn.Module) -> str:
     """A hash of every frozen tensor of `model`, packed or not, in order: the base that an adapter belongs to.
 
     Names are left out, since PEFT changes them; adapters are what is not frozen, or called as PEFT
-    calls it.
+    calls it. Layers that round their tensors when they are used add how (`FakeQuantLinear.function`).
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens_")):
             digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    for module in model.modules():
+        function = getattr(module, "function", None)
+        if isinstance(function, str):
+            digest.update(function.encode())
     return digest.hexdigest()

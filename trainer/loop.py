@@ -24,11 +24,10 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 
-from trainer.checkpoint import TrainState, save_checkpoint
+from trainer.checkpoint import TrainState, checkpoints, save_checkpoint
 from trainer.config.schema import Config
-from trainer.data.loader import BatchPlan, collate, group_by_length
+from trainer.data.loader import BatchPlan, group_by_length
 from trainer.metrics import MetricSink, ProgressLine, peak_memory_bytes
-from trainer.objective import num_targets
 from trainer.optim import (
     Optimizer,
     averaged_weights,
@@ -61,6 +60,7 @@ class Training:
     run_dir: Path
     accelerator: Accelerator
     objective: nn.Module
+    """Has `collate`, `count` and `drain_metrics` as objective.NextTokenLoss."""
     optimizer: Optimizer
     dataset: Dataset
     plan: BatchPlan
@@ -69,6 +69,8 @@ class Training:
     sinks: list[MetricSink]
     evaluate: Callable[[], float]
     """Held-out loss, for `train.eval_every`."""
+    before_step: Callable[[int], None] | None = None
+    """Called with the 0-based number of each step before it is taken: what changes on the way, such as QAT's start."""
 
 
 class StopSignal:
@@ -106,6 +108,8 @@ def train(run: Training, state: TrainState) -> TrainState:
     with StopSignal() as stop, ProgressLine(plan.num_steps, done=state.step, enabled=rank == 0) as progress:
         while state.step < plan.num_steps:
             began = time.monotonic()
+            if run.before_step is not None:
+                run.before_step(state.step)
             lr = learning_rate(state.step, plan.num_steps, run.config.optim)
             num_tokens, loss, grad_norm = optimizer_step(run, step=state.step, lr=lr)
             step_s = time.monotonic() - began
@@ -121,6 +125,7 @@ def train(run: Training, state: TrainState) -> TrainState:
                 "tokens": state.tokens,
                 "tokens_per_s": num_tokens / step_s,
                 "peak_memory_bytes": peak_memory_bytes(),
+                **drained_metrics(run.objective, run.accelerator),
             }
             if config.log_row_ids:
                 metrics["row_ids"] = plan.row_ids(state.step - 1)
@@ -128,6 +133,8 @@ def train(run: Training, state: TrainState) -> TrainState:
             if config.eval_every and state.step % config.eval_every == 0 and not last:
                 with averaged_weights(run.optimizer):
                     metrics["eval_loss"] = run.evaluate()
+                drained = drained_metrics(run.objective, run.accelerator)
+                metrics |= {f"eval_{name}": mean for name, mean in drained.items()}
                 run.objective.train()
             for sink in run.sinks:
                 sink.log(metrics)
@@ -141,6 +148,9 @@ def train(run: Training, state: TrainState) -> TrainState:
                     )
                 if stopping:
                     raise Interrupted(path)
+        if plan.num_steps == 0 and not checkpoints(run.run_dir):  # what was prepared is the result
+            objective = run.accelerator.unwrap_model(run.objective)
+            save_checkpoint(run.run_dir, state, objective, run.optimizer, run.accelerator, keep=config.keep_checkpoints)
     use_averaged_weights(run.optimizer)
     return state
 
@@ -153,9 +163,10 @@ def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, 
     accelerator = run.accelerator
     micro_rows = [[run.dataset[i] for i in ids] for ids in run.plan.micro_batches(step, accelerator.process_index)]
     passes = [rows for micro in micro_rows for rows in group_by_length(micro, run.max_pass_tokens)]
-    batches = [collate(rows, device=accelerator.device) for rows in passes]
+    objective = accelerator.unwrap_model(run.objective)
+    batches = [objective.collate(rows, accelerator.device) for rows in passes]
     counts = [sum(len(row["input_ids"]) for rows in passes for row in rows)]
-    counts += [sum(num_targets(batch["labels"]) for batch in batches)]
+    counts += [sum(objective.count(batch) for batch in batches)]
     num_tokens, target_tokens = accelerator.reduce(torch.tensor(counts, device=accelerator.device), "sum").tolist()
     total = torch.zeros((), device=accelerator.device)
     for index, batch in enumerate(batches):
@@ -178,6 +189,15 @@ def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, 
     run.optimizer.step()
     run.optimizer.zero_grad()
     return num_tokens, loss, grad_norm
+
+
+def drained_metrics(objective: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+    """Means, over all processes, of what the objective measured beside its loss since the last call."""
+    drained = accelerator.unwrap_model(objective).drain_metrics()
+    if not drained:
+        return {}
+    sums = accelerator.reduce(torch.tensor(list(drained.values()), dtype=torch.float64, device=accelerator.device))
+    return {name: total / count for name, (total, count) in zip(drained, sums.tolist(), strict=True) if count}
 
 
 def _clip(run: Training) -> float:

@@ -15,6 +15,7 @@ over the W that everybody has. A packed base is different codes, because that is
 
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -239,9 +240,9 @@ def frozen_weight(layer: QuantLinear | nn.Linear) -> FrozenWeight:
     return layer.frozen_weight if isinstance(layer, QuantLinear) else FrozenWeight.dense(layer.weight)
 
 
-def register_layers(peft_config: PeftLoraConfig) -> None:
+def register_layers(peft_config: PeftLoraConfig, *, over_dense: Callable[..., LoraLinear] = LoraLinear) -> None:
     """Make PEFT put a `LoraLinear` over packed and over dense layers; call it before the config is used."""
-    peft_config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: LoraLinear})
+    peft_config._register_custom_module({QuantLinear: LoraLinear, nn.Linear: over_dense})
 
 
 # ---- attaching
@@ -254,12 +255,14 @@ def attach_lora(
     seed: int,
     start: Factors | None = None,
     token_ids: list[int] | None = None,
+    over_dense: Callable[..., LoraLinear] = LoraLinear,
 ) -> PeftModel:
     """Put a trainable adapter on the linear layers of `model`: A from a seeded uniform, B zero, or both from `start`.
 
     start      what was taken out of each layer that does not start plain: from `lora_init.principal_factors`, which
                lora.init=pissa and olora need, or from LoftQ
     token_ids  tokens whose rows of the embedding, and of the head, are trained too
+    over_dense  makes the layer over an nn.Linear from the arguments of `LoraLinear`
     raises  UserError if a name, pattern or layer number in `lora` fits no linear layer
     """
     needs_start = config.init in (LoraInit.pissa, LoraInit.olora)
@@ -273,7 +276,7 @@ def attach_lora(
     _check_modules_to_save(model, config)
     if token_ids:
         peft_config.trainable_token_indices = _token_indices(model, config, token_ids)
-    register_layers(peft_config)
+    register_layers(peft_config, over_dense=over_dense)
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unsupported layer type")  # said of every custom module
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern")  # an error below

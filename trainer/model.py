@@ -18,6 +18,7 @@ from trainer.config.errors import UserError, require
 from trainer.config.model import DType, ModelConfig
 from trainer.config.quant import Codebook, MixedBits, QuantConfig
 from trainer.linear import Pack, QuantizationSummary, linears_to_pack, pack_nearest, quantize_linears
+from trainer.packed_model import open_packed, packed_entry
 from trainer.quant_plan import QuantPlan, error_gain, first_layers, log_plan, most_gaining_layers
 from trainer.quantizer import Quantizer
 from trainer.sources.resolve import resolve_model
@@ -52,6 +53,8 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
             `model.add_tokens` already
     """
     path, dtype = resolve_model(config), compute_dtype(config.dtype)
+    if packed_entry(path) is not None:
+        return _load_packed(config, Path(path))
     if not sys.stderr.isatty():
         disable_progress_bar()
     try:
@@ -81,6 +84,19 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
         "model    %s, %.0f M parameters, %s", path, model.num_parameters() / 1e6, str(dtype).removeprefix("torch.")
     )
     return model, tokenizer
+
+
+def _load_packed(config: ModelConfig, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model that quantization-aware training exported; auto is the dtype that it was trained in."""
+    require(
+        not config.add_tokens,
+        f"model.add_tokens={config.add_tokens} would change {folder}, whose codes are what was trained; leave it out",
+    )
+    own = DType(packed_entry(folder)["dtype"])
+    dtype = compute_dtype(own if config.dtype is DType.auto else config.dtype)
+    model = open_packed(folder, dtype)
+    log.info("model    %s, packed, %s", folder, str(dtype).removeprefix("torch."))
+    return model, AutoTokenizer.from_pretrained(folder)
 
 
 def prepare_model(

@@ -5,8 +5,9 @@ that accumulation and data parallelism equal the large batch. Only target positi
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from trainer.architecture import active_module, base_model
+from trainer.data.loader import collate
+from trainer.fake_quant import head_operands
 from trainer.fused_decoder import FusedDecoder, document_positions
 from trainer.kernels.cross_entropy import linear_cross_entropy
 from trainer.neftune import EmbeddingNoise
@@ -74,23 +77,52 @@ class NextTokenLoss(nn.Module):
             labels = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, 1:]], dim=1)
             cu_seqlens = _equal_documents(*input_ids.shape, device=input_ids.device)
             input_ids, labels = input_ids.flatten(), labels.flatten()
-        if self._noise is not None:
-            self._noise.lengths = cu_seqlens.diff()
         keep = (labels[1:] != IGNORE_INDEX).nonzero()[:, 0]
         targets = labels[keep + 1]
         if self.fused_head:
-            hidden_states = self._hidden_states(input_ids, cu_seqlens)[keep]  # [T, D] -> [N, D]
-            return linear_cross_entropy(hidden_states, self._head.weight, targets)
+            hidden_states = self.hidden_states(input_ids, cu_seqlens, keep)
+            return linear_cross_entropy(*head_operands(self.head, hidden_states), targets)
+        return cross_entropy(self.logits(input_ids, cu_seqlens, keep).float(), targets, reduction="sum")
+
+    def hidden_states(self, input_ids: Tensor, cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+        """What the output head is given at some positions of documents.
+
+        input_ids, cu_seqlens  as in forward
+        positions              [N] int64, of the T tokens
+        returns                [N, hidden_size] of the compute dtype
+        """
+        self._announce(cu_seqlens)
+        return self._hidden_states(input_ids, cu_seqlens)[positions]
+
+    def logits(self, input_ids: Tensor, cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+        """The model's own logits [N, vocab_size], for a head that is more than one product; as `hidden_states`."""
+        self._announce(cu_seqlens)
         padded, place = _pad(input_ids, cu_seqlens)
-        logits = self.model(input_ids=padded, use_cache=False).logits.flatten(0, 1)[place[keep]]
-        return cross_entropy(logits.float(), targets, reduction="sum")
+        return self.model(input_ids=padded, use_cache=False).logits.flatten(0, 1)[place[positions]]
+
+    def collate(self, rows: Sequence[dict[str, Any]], device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """Rows of the data as the arguments of forward; no rows are a batch without a target."""
+        return collate(rows, device)
+
+    def count(self, batch: dict[str, Tensor]) -> int:
+        """What the sum over `batch` is divided by, added up over a step."""
+        return num_targets(batch["labels"])
+
+    def drain_metrics(self) -> dict[str, tuple[float, int]]:
+        """Name -> (sum, count) of what was measured since the last call; the same names in all processes."""
+        return {}
+
+    def _announce(self, cu_seqlens: Tensor) -> None:
+        if self._noise is not None:
+            self._noise.lengths = cu_seqlens.diff()
 
     @property
     def _causal_lm(self) -> PreTrainedModel:
         return base_model(self.model)
 
     @property
-    def _head(self) -> nn.Linear:
+    def head(self) -> nn.Linear:
+        """The output head; its product with `hidden_states` is the logits where `fused_head`."""
         return active_module(self._causal_lm.get_output_embeddings())
 
     def _hidden_states(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -126,11 +158,12 @@ class NextTokenLoss(nn.Module):
     def _fused_equals_logits(self) -> bool:
         """Try both paths on a few tokens: soft caps, logit scales and head biases show up here."""
         # PEFT's wrapper of a head with trained rows is the product with its `weight`, which has their gradient.
-        head = getattr(self._head, "original_module", self._head)
-        if type(head) is not nn.Linear or head.bias is not None:
+        head = getattr(self.head, "original_module", self.head)
+        if not (type(head) is nn.Linear or hasattr(type(head), "quantized")) or head.bias is not None:
             return False
         input_ids = _probe(self._causal_lm)
-        direct = self._transformers_hidden_states(input_ids) @ self._head.weight.T
+        x, weight = head_operands(self.head, self._transformers_hidden_states(input_ids))
+        direct = x @ weight.T
         return torch.allclose(direct, self.model(input_ids=input_ids, use_cache=False).logits.to(direct.dtype))
 
 

@@ -20,6 +20,9 @@ from trainer.config.optim import DecayShape, OptimConfig, OptimizerName, Schedul
 LION_LR_SHARE = 0.1
 """Lion's learning rate over AdamW's: "typically 3-10x smaller" (arXiv:2302.06675, section 5), and ten times in its
 language models."""
+CODE_LR = 1e-2
+"""Learning rate of what is counted in steps of a grid: zero points, and the variables of soft rounding, for which it is
+that of the authors' code (arXiv:2004.10568)."""
 
 
 class Optimizer(Protocol):
@@ -136,7 +139,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     """The trainable parameters of `model`, grouped by what the optimizer does with them, in the order of the model.
 
     returns  groups with `params`, `lr_scale` (share of the learning rate: layer_decay^(layers above) times, for lora_B,
-             lora_plus_ratio), `weight_decay` (none for vectors) and `hidden` (whole 2-D matrices inside a layer)
+             lora_plus_ratio; `CODE_LR` over it for zero points and soft rounding), `weight_decay` (none for vectors and
+             what is learned about rounding) and `hidden` (whole 2-D matrices inside a layer)
     raises   UserError if layer_decay or lora_plus_ratio is set and touches no parameter
     """
     num_layers = 1 + max((_layer_of(name) for name, _ in model.named_modules()), default=-1)
@@ -149,8 +153,12 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         inside = layer >= 0
         layers_above = num_layers - 1 - layer if inside else num_layers * name.startswith(embeddings)
         lr_scale = config.layer_decay**layers_above * (config.lora_plus_ratio if _is_lora_B(name) else 1.0)
-        weight_decay = config.weight_decay if param.ndim >= 2 else 0.0
-        hidden = inside and param.ndim == 2 and not any(part.startswith("lora_") for part in name.split("."))
+        kind = name.rpartition(".")[2]
+        if kind in ("zeros", "soft_rounding"):
+            lr_scale = CODE_LR / config.lr
+        beside = kind in ("scales", "input_scale", "zeros", "soft_rounding")  # see fake_quant.py
+        weight_decay = config.weight_decay if param.ndim >= 2 and not beside else 0.0
+        hidden = inside and param.ndim == 2 and not beside and not any(p.startswith("lora_") for p in name.split("."))
         key = (lr_scale, weight_decay, hidden)
         group = {"params": [], "lr_scale": lr_scale, "weight_decay": weight_decay, "hidden": hidden}
         groups.setdefault(key, group)["params"].append(param)

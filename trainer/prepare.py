@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import PeftModel
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.checkpoint import TrainState, checkpoints, load_checkpoint
@@ -23,6 +25,7 @@ from trainer.config.train import Weights
 from trainer.data.chat import tokenize_rows
 from trainer.data.formats import Row, load_rows
 from trainer.data.loader import BatchPlan
+from trainer.distillation import DistillationLoss, LiveTeacher, copy_teacher
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.export.base_codes import FILE_NAME as BASE_CODES
 from trainer.export.base_codes import load_base_codes, write_base_codes
@@ -46,12 +49,21 @@ from trainer.metrics import open_sinks
 from trainer.model import load_model, prepare_model
 from trainer.objective import NextTokenLoss
 from trainer.optim import Optimizer, build_optimizer, default_learning_rate, require_device
+from trainer.packed_model import packed_layers
+from trainer.prepare_scales import prepare_scales
+from trainer.qat import QatSchedule, calibrate, layer_schemes, prepare_qat, require_kv_cache
+from trainer.qat_lora import attach_merge_aware
+from trainer.teacher_cache import TeacherCache, cache_teacher, with_places
 
 log = logging.getLogger(__name__)
 
 MAX_PASS_TOKENS = (2048, 16384)
 """Padded tokens of one pass on CPUs and on GPUs, unless `train.max_pass_tokens` is set; docs/decisions.md has the
 measurement behind the first, the second is a guess that fills a GPU and fits beside a 7B model."""
+SCALES_LR = 2e-5
+"""Where optim.lr is null and scales are trained: EfficientQAT's for 2 bits (arXiv:2407.11062, section 4.1)."""
+CALIBRATION_ROWS = 32
+"""Training rows from which ranges of static inputs start, unless `qat.calibration_rows` is set; training goes on."""
 
 
 @dataclass
@@ -65,6 +77,8 @@ class PreparedRun:
     held_out: Dataset
     held_out_rows: list[Row]
     state: TrainState
+    qat: QatSchedule | None
+    """Of quantization-aware training."""
 
 
 def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_export: bool = False) -> PreparedRun:
@@ -77,24 +91,54 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     require_device(config.optim, accelerator.device)
     rows, held_out_rows = load_rows(config.data, config.seed)
     model, tokenizer = load_model(config.model)
+    require(
+        not packed_layers(model),
+        f"model.path={config.model.path} is packed: its codes are what was trained, and steps smaller than their grid "
+        "would be lost; train from the 16-bit model that it was made from",
+    )
     _require_positions(model, config)
     dataset = tokenize_rows(rows, tokenizer, config.data.max_seq_len)
     held_out = tokenize_rows(held_out_rows, tokenizer, config.data.max_seq_len)
-    start = _pack(model, dataset, config, run_dir, accelerator)
+    teacher = _teacher(model, [dataset, held_out], config, accelerator) if config.distill.enabled else None
+    if isinstance(teacher, TeacherCache):
+        dataset, held_out = with_places([dataset, held_out])
+    if config.train.weights is Weights.scales:
+        if config.blockwise.epochs and accelerator.is_main_process and not to_export:
+            save_config(
+                config, run_dir / "config.yaml"
+            )  # before the loop: its blocks are what a resumed run goes on from
+        losses = prepare_scales(
+            *(model, dataset, held_out, config, run_dir, accelerator),
+            max_pass_tokens=_max_pass_tokens(config, accelerator),
+            measure=not checkpoints(run_dir),
+        )
+    else:
+        start = _pack(model, dataset, config, run_dir, accelerator)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.train.weights is Weights.lora:
         token_ids = tokenizer.convert_tokens_to_ids(config.model.add_tokens)
         _warn_of_unseen(dict(zip(config.model.add_tokens, token_ids, strict=True)), dataset)
-        trained = attach_lora(model, config.lora, seed=config.seed, start=start, token_ids=token_ids)
+        options = {"seed": config.seed, "start": start, "token_ids": token_ids}
+        if config.qat.enabled:
+            trained = attach_merge_aware(model, config.lora, layer_schemes(model, config.qat), **options)
+        else:
+            trained = attach_lora(model, config.lora, **options)
         trained.to(accelerator.device)
         if config.lora.init is LoraInit.eva:
             _start_from_activations(trained, dataset, config, run_dir, accelerator)
+    elif config.train.weights is Weights.scales:
+        trained = model.to(accelerator.device)
     else:
-        trained = model.requires_grad_(True).to(accelerator.device)
+        trained = model.requires_grad_(True)
+        if config.qat.enabled:
+            prepare_qat(trained, config.qat)
+        trained.to(accelerator.device)
     objective = NextTokenLoss(
         trained, decoded_bytes=config.train.decoded_mb << 20, neftune_alpha=config.train.neftune_alpha
     )
+    if teacher is not None:
+        objective = DistillationLoss(objective, config.distill, teacher)
     optim = replace(config.optim, lr=config.optim.lr or _default_learning_rate(model, config))
     optimizer = with_master_weights(build_optimizer(objective, optim))
     _require_disk(
@@ -116,8 +160,17 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         data_sha256=_data_sha256(dataset, held_out),
         device=accelerator.device.type,
         kernels=choose("codebook4", accelerator.device.type),
-        max_pass_tokens=config.train.max_pass_tokens or MAX_PASS_TOKENS[accelerator.device.type != "cpu"],
+        max_pass_tokens=_max_pass_tokens(config, accelerator),
     )
+    qat = None
+    if config.qat.enabled:
+        qat = QatSchedule.of(trained, config.qat, num_steps=max(1, plan.num_steps), seed=config.seed)
+        if config.qat.kv_cache:
+            require_kv_cache(objective)
+        if not checkpoints(run_dir):
+            calibrate(objective, _calibration_batches(objective, dataset, config, accelerator))
+    if config.train.weights is Weights.scales and losses is not None:
+        state.eval_loss_base, state.eval_loss_rounded = losses
     state = _restore(run_dir, state, objective, optimizer, accelerator, seed=config.seed)
     objective = accelerator.prepare(objective)
     _require_steps_left(plan, state, config)
@@ -137,10 +190,37 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         max_pass_tokens=state.max_pass_tokens,
         sinks=open_sinks(config, run_dir, keep_steps=state.step) if writes else [],
         evaluate=evaluate,
+        before_step=None if qat is None else qat.before_step,
     )
     if writes:  # last, so that a folder with a config is a run that can be resumed
         save_config(config, run_dir / "config.yaml")
-    return PreparedRun(training, trained, tokenizer, held_out, held_out_rows, state)
+    return PreparedRun(training, trained, tokenizer, held_out, held_out_rows, state, qat)
+
+
+def _calibration_batches(
+    objective: nn.Module, dataset: Dataset, config: Config, accelerator: Accelerator
+) -> Iterator[dict[str, Tensor]]:
+    """The first training rows, a micro-step's at a time, the same on each process."""
+    ids, size = range(min(config.qat.calibration_rows or CALIBRATION_ROWS, len(dataset))), config.train.batch_size
+    for start in ids[::size]:
+        yield objective.collate([dataset[i] for i in ids[start : start + size]], accelerator.device)
+
+
+def _max_pass_tokens(config: Config, accelerator: Accelerator) -> int:
+    return config.train.max_pass_tokens or MAX_PASS_TOKENS[accelerator.device.type != "cpu"]
+
+
+def _teacher(
+    model: PreTrainedModel, datasets: list[Dataset], config: Config, accelerator: Accelerator
+) -> TeacherCache | LiveTeacher:
+    """The 16-bit model before anything changes it: its answers on disk, or a copy that answers in each step."""
+    if config.distill.top_k:
+        max_pass_tokens = _max_pass_tokens(config, accelerator)
+        return cache_teacher(
+            model, datasets, config.distill, device=accelerator.device, max_pass_tokens=max_pass_tokens
+        )
+    teacher = copy_teacher(model, share_weights=config.train.weights is Weights.lora)
+    return LiveTeacher(teacher.to(accelerator.device))
 
 
 def _pack(
@@ -210,6 +290,8 @@ def _warn_of_unseen(tokens: dict[str, int], dataset: Dataset) -> None:
 
 def _default_learning_rate(model: PreTrainedModel, config: Config) -> float:
     """Where optim.lr is null; LoRA's best rate is ten times that of all weights (LoRA Without Regret, 2025)."""
+    if config.train.weights is Weights.scales:
+        return SCALES_LR
     lr = default_learning_rate(config.optim.name, model.config.get_text_config().hidden_size)
     return lr if config.train.weights is Weights.lora else lr / 10
 

@@ -50,7 +50,7 @@ class Quantizer:
     block_size    nf4, fp4, nf3, nf2: weights that share one scale, counted along the flattened weight: a power of two
                   in 32..4096
     double_quant  nf4, fp4, nf3, nf2: store the scales in 8 bits too (arXiv:2305.14314, section 3)
-    group_size    int4, int8: input features that share one scale: 32, 64, 128 or -1 for a whole row
+    group_size    int4, int8: input features that share one scale: a multiple of 32, or -1 for a whole row
     symmetric     int4: no zero point
     divisor       int4, symmetric: the scale is max |w| / divisor: 7, 7.5 or 8
     scale_dtype   int4, int8: "float32", "bfloat16" or "float16": scales are rounded to it, and stored as float32
@@ -91,7 +91,6 @@ class Quantizer:
     def _check_values(self) -> None:
         accepted = {
             "block_size": (None, *BLOCK_SIZES),
-            "group_size": (None, WHOLE_ROW, *GROUP_SIZES),
             "divisor": (None, *DIVISORS),
             "scale_dtype": (None, "float32", "bfloat16", "float16"),
         }
@@ -100,6 +99,10 @@ class Quantizer:
                 use = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values[1:])
                 rule = " is not a power of two in 32..4096" if name == "block_size" else ""
                 raise ValueError(f"quant.{name}={getattr(self, name)}{rule}; use one of {use}")
+        size = self.group_size
+        if size not in (None, WHOLE_ROW) and (size < 1 or size % GROUP_SIZES[0]):
+            use = ", ".join(map(str, (WHOLE_ROW, *GROUP_SIZES)))
+            raise ValueError(f"quant.group_size={size} is no multiple of {GROUP_SIZES[0]}; use one of {use}")
 
     @property
     def settings(self) -> dict[str, Any]:

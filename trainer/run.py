@@ -29,7 +29,9 @@ from trainer.export.adapter import describe_method, write_adapter, write_model_c
 from trainer.export.merged import merged_dtype, write_merged
 from trainer.export.merged_4bit import write_merged_4bit
 from trainer.export.merged_card import write_merged_card
-from trainer.loop import TrainingDiverged, train
+from trainer.export.quantized import write_quantized_card
+from trainer.finish import QatEnd, finish_qat
+from trainer.loop import TrainingDiverged, drained_metrics, train
 from trainer.metrics import peak_memory_bytes
 from trainer.objective import num_targets
 from trainer.prepare import PreparedRun, prepare_run
@@ -53,7 +55,7 @@ def finetune(config: Config) -> Result:
     raises  UserError for what the user can mend, TrainingDiverged, Interrupted (a checkpoint is written)
     """
     began = time.monotonic()
-    accelerator = _accelerator()
+    accelerator = _accelerator(config)
     run_dir = _open_run_dir(config, accelerator)
     with _only_writer(run_dir, accelerator):
         run = prepare_run(config, run_dir, accelerator)
@@ -65,9 +67,11 @@ def finetune(config: Config) -> Result:
                 sink.close()
 
 
-def _accelerator() -> Accelerator:
+def _accelerator(config: Config) -> Accelerator:
     on_cpu = torch.backends.mps.is_available() and not torch.cuda.is_available()  # float64 sums do not exist on mps
-    return Accelerator(cpu=on_cpu, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    unused = config.qat.start > 0  # learned scales have no gradient before it
+    parallel = DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=unused)
+    return Accelerator(cpu=on_cpu, kwargs_handlers=[parallel])
 
 
 def export_run(run: str, *overrides: str) -> dict[str, Path]:
@@ -79,13 +83,19 @@ def export_run(run: str, *overrides: str) -> dict[str, Path]:
     raises     UserError if the run has no checkpoint, or if its base or data are no longer what they were
     """
     config = load_config(f"resume={run}", *overrides)
-    accelerator, run_dir = _accelerator(), Path(config.resume)
+    accelerator, run_dir = _accelerator(config), Path(config.resume)
     require(bool(checkpoints(run_dir)), f"{run_dir} holds no checkpoint to export; let it train: resume={run_dir}")
     with _only_writer(run_dir, accelerator):
         prepared = prepare_run(config, run_dir, accelerator, to_export=True)
-        exports = _export(prepared)
-        prepared.state.eval_loss_base = prepared.state.eval_loss_base or math.nan
-        metrics = _metrics(prepared, eval_loss=prepared.training.evaluate(), wall_s=prepared.state.wall_s)
+        state = prepared.state
+        state.eval_loss_base = state.eval_loss_base or math.nan
+        if prepared.qat is not None:
+            prepared.qat.finish()
+            state.eval_loss_rounded = state.eval_loss_rounded or math.nan
+        eval_loss = prepared.training.evaluate()
+        measured = drained_metrics(prepared.training.objective, accelerator)
+        exports, qat = _export(prepared, eval_loss)
+        metrics = _metrics(prepared, qat, eval_loss=eval_loss, measured=measured, wall_s=state.wall_s)
         _write_cards(exports, config, metrics)
     return exports
 
@@ -95,19 +105,29 @@ def _train_and_finish(run: PreparedRun) -> Result:
     state, training, config = run.state, run.training, run.training.config
     began = time.monotonic()
     if state.eval_loss_base is None:
+        if run.qat is not None:
+            run.qat.enable(True)
+            state.eval_loss_rounded = training.evaluate()
+            drained_metrics(training.objective, training.accelerator)
+            log.info("held-out loss of the base, rounded to nearest: %.4f", state.eval_loss_rounded)
+            run.qat.enable(False)
         with run.model.disable_adapter() if isinstance(run.model, PeftModel) else nullcontext():
             state.eval_loss_base = training.evaluate()
+            state.eval_metrics_base = drained_metrics(training.objective, training.accelerator)
         log.info("held-out loss of the base: %.4f", state.eval_loss_base)
     state.wall_s += time.monotonic() - began
     train(training, state)
     began = time.monotonic() - state.wall_s
+    if run.qat is not None:
+        run.qat.finish()
     eval_loss = training.evaluate()
+    measured = drained_metrics(training.objective, training.accelerator)
     if not math.isfinite(eval_loss):
         raise TrainingDiverged(f"the held-out loss after step {state.step} is {eval_loss}; start anew, lower optim.lr")
-    exports = _export(run)
     rows = run.held_out_rows[: config.evaluate.samples]
     samples = sample_answers(run.model, run.tokenizer, rows, max_new_tokens=config.evaluate.max_new_tokens)
-    metrics = _metrics(run, eval_loss=eval_loss, wall_s=time.monotonic() - began)
+    exports, qat = _export(run, eval_loss)
+    metrics = _metrics(run, qat, eval_loss=eval_loss, measured=measured, wall_s=time.monotonic() - began)
     if training.accelerator.is_main_process:
         (training.run_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         _write_cards(exports, config, metrics)
@@ -152,24 +172,35 @@ def _open_run_dir(config: Config, accelerator: Accelerator) -> Path:
     return run_dir
 
 
-def _export(run: PreparedRun) -> dict[str, Path]:
-    """Write the exports of `export.formats`; format -> folder."""
+def _export(run: PreparedRun, eval_loss: float) -> tuple[dict[str, Path], QatEnd | None]:
+    """Write the exports of `export.formats`; format -> folder, and how quantization-aware training ended.
+
+    Afterwards the model of such a run holds codes.
+    """
     training = run.training
     folders = {name: training.run_dir / "export" / name for name in training.config.export.formats}
+    of_codes = {name: folder for name, folder in folders.items() if run.qat and name in ("quantized", "merged")}
     if training.accelerator.is_main_process:
         for name, folder in folders.items():
-            _write_export(run, name, folder)
-    return folders
+            if name not in of_codes:
+                _write_export(run, name, folder)
+    if run.qat is None:
+        return folders, None
+    return folders, finish_qat(run, of_codes, _provenance(run), eval_loss)
 
 
-def _write_export(run: PreparedRun, name: str, folder: Path) -> None:
-    config = run.training.config
-    provenance = {
+def _provenance(run: PreparedRun) -> dict[str, Any]:
+    """What an export says about where it comes from."""
+    return {
         "base": base_model(run.model).name_or_path,
         "base_sha256": run.state.base_sha256,
         "step": run.state.step,
-        "method": describe_method(config),
+        "method": describe_method(run.training.config),
     }
+
+
+def _write_export(run: PreparedRun, name: str, folder: Path) -> None:
+    config, provenance = run.training.config, _provenance(run)
     match name:
         case "adapter":
             starts_plain = not config.loftq.iterations and config.lora.init is LoraInit.default
@@ -193,8 +224,8 @@ def _write_export(run: PreparedRun, name: str, folder: Path) -> None:
 
 def _write_cards(exports: dict[str, Path], config: Config, metrics: dict[str, Any]) -> None:
     for name, folder in exports.items():
-        write_card = write_model_card if name == "adapter" else write_merged_card
-        write_card(folder, config, metrics)
+        writers = {"adapter": write_model_card, "quantized": write_quantized_card}
+        writers.get(name, write_merged_card)(folder, config, metrics)
 
 
 def _perplexity(loss: float) -> float:
@@ -202,8 +233,13 @@ def _perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _metrics(run: PreparedRun, *, eval_loss: float, wall_s: float) -> dict[str, Any]:
-    """The content of metrics.json: losses in nats a target token, times in seconds."""
+def _metrics(
+    run: PreparedRun, qat: QatEnd | None, *, eval_loss: float, measured: dict[str, float], wall_s: float
+) -> dict[str, Any]:
+    """The content of metrics.json: losses in nats a target token, times in seconds.
+
+    measured  what the objective measured beside the held-out loss
+    """
     state = run.state
     return {
         "steps": state.step,
@@ -212,9 +248,12 @@ def _metrics(run: PreparedRun, *, eval_loss: float, wall_s: float) -> dict[str, 
         "eval_loss": eval_loss,
         "perplexity_base": _perplexity(state.eval_loss_base),
         "perplexity": _perplexity(eval_loss),
+        **{f"eval_{name}_base": mean for name, mean in state.eval_metrics_base.items()},
+        **{f"eval_{name}": mean for name, mean in measured.items()},
         "eval_rows": len(run.held_out),
         "eval_tokens": sum(num_targets(torch.tensor(labels[1:])) for labels in run.held_out["labels"]),
         "tokens": state.tokens,
-        "tokens_per_s": state.tokens / state.train_s,
+        "tokens_per_s": state.tokens / state.train_s if state.train_s else 0.0,
         "peak_memory_bytes": peak_memory_bytes(),
+        **({} if qat is None else {"qat": qat.to_dict()}),
     }

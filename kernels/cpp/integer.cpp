@@ -77,13 +77,17 @@ float as_scale(float v, int64_t dtype) {
     return v == 0 ? 1 : v;
 }
 
-// Codes of one group, 4-bit ones plus their zero; false if a weight or the scale is not finite.
-bool quantize_group(const float* w, const Grid& grid, int8_t* codes, float* out_scale, uint8_t* out_zero) {
+// Codes of one group, 4-bit ones plus their zero; false if a weight or the scale is not finite. `size` is a constant for
+// the usual groups, and the loops are plain, so that compilers make vectors of them on any processor.
+template <typename Size>
+bool quantize_group(const float* w, Size size, const Grid& grid, int8_t* codes, float* out_scale, uint8_t* out_zero) {
     int32_t largest = 0, low = 0, high = 0;
-    for (int64_t i = 0; i < grid.group; i++) {
-        const int32_t bits = bits_of(w[i]), place = sorted(bits);
-        largest = std::max(largest, bits & 0x7fffffff);
-        low = std::min(low, place), high = std::max(high, place);
+#pragma omp simd reduction(max : largest, high) reduction(min : low)
+    for (int64_t i = 0; i < size; i++) {
+        const int32_t bits = bits_of(w[i]), place = sorted(bits), magnitude = bits & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+        low = place < low ? place : low;
+        high = place > high ? place : high;
     }
     if (largest >= 0x7f800000) return false;
     const float lowest = low < 0 ? float_of(sorted(low)) : 0, highest = float_of(high);
@@ -100,7 +104,8 @@ bool quantize_group(const float* w, const Grid& grid, int8_t* codes, float* out_
         }
         least = -zero, most = 15 - zero;
     }
-    for (int64_t i = 0; i < grid.group; i++) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
         float v = w[i] / scale;
         v = v < least ? least : v;
         v = v > most ? most : v;
@@ -116,16 +121,25 @@ bool quantize_row(const T* w, int64_t K, const Grid& grid, uint8_t* packed, floa
     thread_local std::vector<int8_t> codes;
     wide.resize(K), codes.resize(K + 1);
     for (int64_t k = 0; k < K; k++) wide[k] = lowbit::load(w + k);
-    for (int64_t g = 0; g < K / grid.group; g++) {
-        const int64_t k = g * grid.group;
-        if (!quantize_group(&wide[k], grid, &codes[k], scales + g, zeros ? zeros + g : nullptr)) return false;
-    }
+    const auto groups = [&](auto size) {
+        for (int64_t g = 0, k = 0; k < K; g++, k += size) {
+            uint8_t* zero = zeros ? zeros + g : nullptr;
+            if (!quantize_group(&wide[k], size, grid, &codes[k], scales + g, zero)) return false;
+        }
+        return true;
+    };
+    const bool finite = grid.group == 32   ? groups(std::integral_constant<int64_t, 32>{})
+                        : grid.group == 64 ? groups(std::integral_constant<int64_t, 64>{})
+                                           : groups(grid.group);
+    if (!finite) return false;
     if (!grid.four_bits) {
         std::memcpy(packed, codes.data(), K);
         return true;
     }
     codes[K] = 0;
-    for (int64_t i = 0; i < (K + 1) / 2; i++) packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+    const int8_t* pairs = codes.data();
+#pragma omp simd
+    for (int64_t i = 0; i < (K + 1) / 2; i++) packed[i] = static_cast<uint8_t>(pairs[2 * i] | pairs[2 * i + 1] << 4);
     return true;
 }
 

@@ -19,7 +19,7 @@ from trainer.kernels.int8 import int8_dequantize, int8_quantize, quantize_activa
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Rows and groups that end inside a vector, on one, after one; one element; enough of them for two threads.
-SHAPES = [(1, 64), (2, 96), (3, 80), (5, 48), (7, 33), (2, 16), (64, 48), (96, 64), (33, 65), (1, 1), (130, 256)]
+SHAPES = [(1, 64), (2, 192), (3, 80), (5, 48), (7, 33), (2, 16), (64, 48), (96, 64), (33, 65), (1, 1), (130, 256)]
 GRIDS = {
     "int4": {"divisor": 7.0},
     "int4_7.5": {"divisor": 7.5},
@@ -50,7 +50,7 @@ def grid_of(request: pytest.FixtureRequest):
 
 
 def group_sizes(in_features: int) -> list[int | None]:
-    return [None, *(size for size in (32, 64, 128) if in_features % size == 0)]
+    return [None, *(size for size in (32, 64, 96, 128) if in_features % size == 0)]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.kernels import _cpp, _tape, int4, int8, split_k
 
 # Rows that end inside a vector, inside a byte; one element; one row; many rows.
-SHAPES = [(1, 64), (2, 96), (3, 80), (5, 48), (7, 33), (2, 16), (64, 48), (33, 65), (1, 1), (40, 512)]
+SHAPES = [(1, 64), (2, 192), (3, 80), (5, 48), (7, 33), (2, 16), (64, 48), (33, 65), (1, 1), (40, 512)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FLAGS = [(), ("-march=haswell",), ("-march=x86-64",)] if platform.machine() in ("x86_64", "AMD64") else [()]
 GRIDS = [(True, 7.0), (True, 7.5), (True, 8.0), (False, 7.0)]
@@ -47,7 +47,7 @@ def make_x(shape: tuple[int, int]) -> Tensor:
 
 
 def group_sizes(in_features: int) -> list[int]:
-    return [size for size in int8.GROUP_SIZES if in_features % size == 0 and size < in_features] + [in_features]
+    return [size for size in (*int8.GROUP_SIZES, 96) if in_features % size == 0 and size < in_features] + [in_features]
 
 
 def act_order(in_features: int, group_size: int) -> Tensor:

@@ -15,7 +15,7 @@ from trainer.kernels import _cpp, _tape, int4, int8, integer_linear
 Weight = int4.Int4Weight | int8.Int8Weight
 
 # Features beside whole panels of 32, in_features beside steps of 8; one element; one row.
-SHAPES = [(1, 64), (2, 96), (3, 80), (7, 33), (2, 16), (64, 48), (33, 65), (1, 1), (70, 256), (100, 132)]
+SHAPES = [(1, 64), (2, 192), (3, 80), (7, 33), (2, 16), (64, 48), (33, 65), (1, 1), (70, 256), (100, 132)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FLAGS = [(), ("-march=haswell",), ("-march=x86-64",)] if platform.machine() in ("x86_64", "AMD64") else [()]
 
@@ -39,7 +39,7 @@ def weights(shape: tuple[int, int]) -> Iterator[Weight]:
     """8 bits, 4 bits symmetric, asymmetric and in act-order, in groups of every size that fits."""
     weight = randn(shape)
     weight[0] *= 1000
-    for group_size in {size for size in (32, 64, 128, shape[1]) if shape[1] % size == 0}:
+    for group_size in {size for size in (32, 64, 96, 128, shape[1]) if shape[1] % size == 0}:
         yield int8.int8_quantize(weight, group_size=group_size)
         yield int4.int4_quantize(weight, group_size=group_size)
         asymmetric = int4.int4_quantize(weight, group_size=group_size, symmetric=False)

@@ -10,9 +10,9 @@ from trainer.config.errors import UserError
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.fake_quant import FakeQuantLinear, fake_quantize_linears
 from trainer.kernels import _cpp
-from trainer.kernels.fake_quant import Grid
 from trainer.linear import QuantLinear, quantize_linears
 from trainer.model import prepare_model
+from trainer.qat_scheme import Scheme
 from trainer.quantizer import Quantizer
 from trainer.serve.config import QUANTIZATIONS, ServeConfig
 from trainer.serve.decoder import MAX_GREEDY_ROWS, Decoder, decoder_from_module
@@ -131,26 +131,29 @@ def test_bfloat16_rounds_where_the_module_rounds(
 
 # ---- other quantized layers
 
-INT4, INT8 = Grid.int4(group_size=32), Grid.int8()
-GRIDS = {
-    "int4": (INT4, None),
-    "int4-bfloat16-scales": (Grid.int4(group_size=32, divisor=8.0, scale_dtype=torch.bfloat16), None),
-    "int4-asymmetric": (Grid.int4(group_size=32, symmetric=False), None),
-    "int8": (INT8, None),
-    "int4_dynamic": (INT4, INT8),
-    "int4_dynamic-asymmetric": (Grid.int4(group_size=32, symmetric=False), INT8),
-    "int8_dynamic": (INT8, INT8),
+INT4, INT8 = Scheme.named("int4"), Scheme(Quantizer("int8"))
+SCHEMES = {
+    "int4": INT4,
+    "int4-bfloat16-scales": Scheme.named("int4", divisor=8.0, scale_dtype="bfloat16"),
+    "int4-asymmetric": Scheme.named("int4", symmetric=False),
+    "int4-learned": Scheme.named("int4", learn_scales=True, scale_init="mse"),
+    "int8": INT8,
+    "nf4": Scheme.named("nf4"),
+    "mxfp4": Scheme.named("mxfp4"),
+    "int4_dynamic": Scheme.named("int4_int8"),
+    "int4_dynamic-asymmetric": Scheme.named("int4_int8", symmetric=False),
+    "int8_dynamic": Scheme.named("int8"),
 }
 
 
-def fake_quantized(model, weights: Grid, inputs: Grid | None):
-    skip = {model.get_output_embeddings()}
-    assert fake_quantize_linears(model, weights, inputs, skip=skip, integer=inputs is not None) == 14
+def fake_quantized(model, scheme: Scheme):
+    head = model.get_output_embeddings()
+    assert fake_quantize_linears(model, lambda name: None if model.get_submodule(name) is head else scheme) == 14
     return model
 
 
 @pytest.mark.parametrize("family", ["llama-biases", "qwen3"])
-@pytest.mark.parametrize("scheme", [*GRIDS, "fp4"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "fp4"])
 def test_other_codes_answer_as_their_module(
     scheme, family, random_model, token_prompts, serve, greedy_params, hf_greedy, hf_logprobs, served_logprobs
 ):
@@ -159,7 +162,7 @@ def test_other_codes_answer_as_their_module(
     if scheme == "fp4":
         prepare_model(model, QuantConfig(Codebook.fp4))
     else:
-        fake_quantized(model, *GRIDS[scheme])
+        fake_quantized(model, SCHEMES[scheme])
     prompts = token_prompts(*LENGTHS)
     expected = [hf_greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
     assert len({token for answer in expected for token in answer}) > 12  # nothing that a constant would pass
@@ -181,7 +184,7 @@ def test_rounded_inputs_give_the_bits_of_training(scheme, dtype, random_model):
     layers = model.model.layers
     for layer in (layers[0].self_attn.q_proj, layers[0].self_attn.k_proj, layers[0].self_attn.v_proj):
         layer.float()
-    fake_quantized(model, *GRIDS[scheme])
+    fake_quantized(model, SCHEMES[scheme])
     decoder = decoder_from_module(model, max_model_len=64)
     generator = torch.Generator().manual_seed(1)
     for layer, served in zip(layers, decoder.layers, strict=True):
@@ -204,7 +207,7 @@ def test_answers_are_the_same_bits_in_every_batch(
     scheme, random_model, token_prompts, serve, greedy_params, served_logprobs
 ):
     needs_cpp("integer_linear")
-    model = fake_quantized(random_model("llama", dtype=torch.bfloat16), *GRIDS[scheme])
+    model = fake_quantized(random_model("llama", dtype=torch.bfloat16), SCHEMES[scheme])
     prompts, params = token_prompts(*LENGTHS), greedy_params(NEW_TOKENS)
     batch = serve(model, max_num_batched_tokens=16).generate(prompts, params)
     llm = serve(model, max_num_batched_tokens=64)
@@ -214,10 +217,10 @@ def test_answers_are_the_same_bits_in_every_batch(
 
 def test_codes_are_kept_packed_and_what_is_decoded_is_logged(random_model, caplog):
     needs_cpp("packed_linear")
-    packed = decoder_from_module(fake_quantized(random_model(), INT4, None), max_model_len=64)
+    packed = decoder_from_module(fake_quantized(random_model(), INT4), max_model_len=64)
     assert {linear.weight.kind for layer in packed.layers for linear in layer.linears} == {"codebook"}
     assert not caplog.records
-    dense = decoder_from_module(fake_quantized(random_model(), INT8, None), max_model_len=64)
+    dense = decoder_from_module(fake_quantized(random_model(), INT8), max_model_len=64)
     assert {linear.weight.kind for layer in dense.layers for linear in layer.linears} == {"dense"}
     # 2 layers of q 64, k, v 32, o 64, gate, up 160 rows of 64 and down 64 of 160, 4 bytes each: 0.3 MB
     assert [r.getMessage() for r in caplog.records] == [
@@ -237,7 +240,7 @@ def test_layers_of_several_codebooks_are_decoded(random_model, token_prompts, se
     for name in ("k_proj", "v_proj"):
         layer = getattr(attention, name)
         setattr(attention, name, QuantLinear(Quantizer("fp4").quantize(layer.weight), layer.bias))
-    mlp.up_proj = FakeQuantLinear(mlp.up_proj.weight, None, weight_grid=INT4)
+    mlp.up_proj = FakeQuantLinear(mlp.up_proj.weight, None, INT4)
     prompts = token_prompts(1, 33)
     outputs = serve(model).generate(prompts, greedy_params(NEW_TOKENS))
     assert [o.choices[0].token_ids for o in outputs] == [hf_greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
@@ -249,7 +252,7 @@ def test_layers_of_several_codebooks_are_decoded(random_model, token_prompts, se
 
 
 def test_16_bit_weights_under_float32_are_rounded_twice_as_in_training(random_model):
-    model = fake_quantized(random_model(), INT4, None)
+    model = fake_quantized(random_model(), INT4)
     layer = model.model.layers[0].mlp.down_proj
     layer.weight.data = layer.weight.bfloat16()
     decoder = decoder_from_module(model, max_model_len=64)
@@ -276,21 +279,20 @@ def test_layers_that_do_not_fuse_are_refused(names, text, random_model):
     model = random_model()
     attention = model.model.layers[1].self_attn
     for name in names:
-        grid = Grid.int8() if name == "v_proj" else INT4
-        weight = getattr(attention, name).weight
-        setattr(attention, name, FakeQuantLinear(weight, None, weight_grid=grid, activation_grid=INT8))
+        scheme = Scheme.named("int8" if name == "v_proj" else "int4_int8")
+        setattr(attention, name, FakeQuantLinear(getattr(attention, name).weight, None, scheme))
     with pytest.raises(UserError, match=text):
         decoder_from_module(model, max_model_len=64)
 
 
 def test_other_rounded_inputs_and_weights_that_diverged_are_refused(random_model):
     model = random_model()
-    fake_quantize_linears(model, INT4, Grid.int8(group_size=32), skip={model.get_output_embeddings()})
+    fake_quantized(model, Scheme.named("int8_static"))
     with pytest.raises(
-        UserError, match=r"layers.0.self_attn.q_proj rounds its input to Grid\(.*or rounds them to Grid.int8"
+        UserError, match=r"layers.0.self_attn.q_proj rounds its input to Activations\(.*or rounds each token to INT8"
     ):
         decoder_from_module(model, max_model_len=64)
-    model = fake_quantized(random_model(), INT4, INT8)
+    model = fake_quantized(random_model(), Scheme.named("int4_int8"))
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
     with pytest.raises(UserError, match=r"layers.1.mlp.up_proj.weight: weight\[3, 5\] is nan"):

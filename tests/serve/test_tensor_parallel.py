@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trainer.config.errors import UserError
 from trainer.fake_quant import fake_quantize_linears
 from trainer.kernels.codebook4 import CodebookWeight, codebook_quantize
-from trainer.kernels.fake_quant import Grid
 from trainer.kernels.int4 import Int4Weight, int4_quantize
 from trainer.kernels.int8 import int8_quantize
 from trainer.kernels.packed_linear import QuantizedWeight, decode
+from trainer.qat_scheme import Scheme
 from trainer.serve.config import ServeConfig
 from trainer.serve.decoder import decoder_from_module
 from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows
@@ -147,7 +147,7 @@ def test_rounded_inputs_are_not_shared_out() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     )
-    fake_quantize_linears(model, Grid.int8(), Grid.int8(), skip={model.lm_head})
+    fake_quantize_linears(model, lambda name: None if name == "lm_head" else Scheme.named("int8"))
     with pytest.raises(UserError, match="q_proj.k_proj.v_proj rounds its input to 8 bits.*use tensor_parallel_size=1"):
         decoder_from_module(model, max_model_len=8, parallel=TensorParallel(0, 2))
 

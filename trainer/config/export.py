@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from trainer.config.errors import require
 from trainer.config.model import DType
 
-EXPORT_FORMATS = ("adapter", "merged", "merged_4bit")
+EXPORT_FORMATS = ("adapter", "merged", "merged_4bit", "quantized")
 
 
 @dataclass
@@ -24,7 +24,8 @@ class EvaluateConfig:
 class ExportConfig:
     formats: list[str] = field(default_factory=lambda: ["adapter"])
     """What to write at the end of the run: adapter (PEFT), merged (the whole model in 16 bits), merged_4bit (merged and
-    rounded to 4 bits again, which loses most of the update: needs `allow_lossy`)."""
+    rounded to 4 bits again, which loses most of the update: needs `allow_lossy`), quantized (the codes that
+    quantization-aware training multiplied)."""
     dtype: DType = DType.auto
     """merged: dtype of the weights in the files; auto for bfloat16."""
     allow_lossy: bool = False

@@ -37,7 +37,8 @@ class QuantConfig:
     double_quant: bool | None = None
     """nf4, fp4, nf3, nf2: store each scale in 8 bits too, 0.127 instead of 0.5 bits a weight; null for true."""
     group_size: int | None = None
-    """int4, int8: input features that share one scale: 32, 64, 128 or -1 for a row; null for 32 (int4), -1 (int8)."""
+    """int4, int8: input features that share one scale: a multiple of 32 that divides them, such as 32, 64, 128 or 192,
+    or -1 for a row; null for 32 (int4), -1 (int8)."""
     symmetric: bool | None = None
     """int4: no zero point; null for true."""
     divisor: float | None = None
@@ -64,9 +65,13 @@ class QuantConfig:
                     f"use one of {', '.join(users)}",
                 )
         sizes = [2**k for k in range(5, 13)]
-        for name, values in (("block_size", sizes), ("group_size", [-1, 32, 64, 128]), ("divisor", [7, 7.5, 8])):
+        for name, values in (("block_size", sizes), ("divisor", [7, 7.5, 8])):
             value = getattr(self, name)
             require(value is None or value in values, f"quant.{name}={value}; use one of {values}")
+        require(
+            self.group_size in (None, -1) or (self.group_size > 0 and self.group_size % 32 == 0),
+            f"quant.group_size={self.group_size} is no multiple of 32; use 32, 64, 128, or -1 for a row",
+        )
         require(
             self.divisor is None or self.symmetric is not False,
             f"quant.divisor={self.divisor} has no effect with quant.symmetric=false; leave it out",

@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
+from trainer.config.blockwise import BlockwiseConfig
 from trainer.config.data import DataConfig
+from trainer.config.distill import DistillConfig
 from trainer.config.errors import require
 from trainer.config.export import EvaluateConfig, ExportConfig
 from trainer.config.lora import LoftqConfig, LoraConfig, LoraInit
 from trainer.config.model import ModelConfig
 from trainer.config.optim import OptimConfig, OptimizerName
+from trainer.config.qat import QatConfig, RoundingName, SchemeName
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.config.train import TrainConfig, Weights
 
@@ -46,13 +49,79 @@ class Config:
     quant: QuantConfig = field(default_factory=QuantConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     loftq: LoftqConfig = field(default_factory=LoftqConfig)
+    qat: QatConfig = field(default_factory=QatConfig)
+    blockwise: BlockwiseConfig = field(default_factory=BlockwiseConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, f"seed={self.seed}; give a whole number in 0..{2**32 - 1}")
         self._require_one_method()
+        self._require_qat_fits()
+        self._require_scales_fit()
         self._require_optimizer_fits()
+
+    def _require_qat_fits(self) -> None:
+        """Quantization-aware training has a 16-bit base, begins before it ends, and exports what it trained."""
+        formats, key = set(self.export.formats), f"qat.scheme={self.qat.scheme.value}"
+        if not self.qat.enabled:
+            require(
+                "quantized" not in formats,
+                f"export.formats={self.export.formats} has quantized, the codes of quantization-aware training, and "
+                f"{key} trains in 16 bits; use conf=qat, or another format",
+            )
+            return
+        require(
+            bool(formats & {"quantized", "merged"}),
+            f"export.formats={self.export.formats} has no model of the codes that {key} trains; add quantized",
+        )
+        require(
+            self.quant.codebook is Codebook.none,
+            f"{key} quantizes the weights that are trained, and quant.codebook={self.quant.codebook.value} packs them "
+            "before; use quant.codebook=none",
+        )
+        require(
+            self.optim.name is not OptimizerName.adamw_schedule_free,
+            f"optim.name=adamw_schedule_free exports an average of weights, and {key} trains the codes of one weight; "
+            "use optim.name=adamw with optim.schedule=wsd",
+        )
+        if self.train.max_steps:
+            self.qat.require_moments(self.train.max_steps)
+
+    def _require_scales_fit(self) -> None:
+        """Block-wise training and the training of scales come together, and what they leave aside is not set."""
+        scales, epochs, steps = self.train.weights is Weights.scales, self.blockwise.epochs, self.train.max_steps
+        require(
+            scales or not epochs,
+            f"blockwise.epochs={epochs} fixes codes, and train.weights={self.train.weights.value} trains none of what "
+            "is left; use train.weights=scales (conf=qat_blocks)",
+        )
+        require(
+            steps != 0 or epochs > 0,
+            "train.max_steps=0 trains nothing without blockwise.epochs; give at least 1, or use conf=qat_blocks",
+        )
+        if not scales:
+            return
+        key = "train.weights=scales"
+        require(
+            self.qat.enabled, f"{key} trains the scales of codes, and qat.scheme=none has none; use qat.scheme=int4"
+        )
+        require(
+            self.qat.rounding is RoundingName.nearest and self.qat.start == 0,
+            f"qat.start={self.qat.start:g} or qat.rounding={self.qat.rounding.value} has no effect with {key}, whose "
+            "codes are fixed before the first step; leave them out, or use conf=qat",
+        )
+        require(
+            not self.model.add_tokens,
+            f"model.add_tokens={self.model.add_tokens}: {key} does not train embeddings, so the tokens would mean "
+            "nothing; use conf=qat",
+        )
+        require(
+            self.optim.name is not OptimizerName.muon and self.optim.weight_decay == 0,
+            f"optim.name={self.optim.name.value}, optim.weight_decay={self.optim.weight_decay:g} with {key}: a smaller "
+            "scale is another weight, not a simpler one, and scales are no matrix; use optim.name=adamw, no decay",
+        )
 
     def _require_optimizer_fits(self) -> None:
         """The optimizer's settings have something to work on; `optim.build_optimizer` checks again, on the model."""
@@ -72,6 +141,19 @@ class Config:
         """What is trained, how it starts and what is written fit each other."""
         packed, loftq, init = self.quant.codebook is not Codebook.none, self.loftq.iterations > 0, self.lora.init
         require(
+            not (self.distill.enabled and self.model.add_tokens),
+            f"model.add_tokens={self.model.add_tokens} with distill.weight={self.distill.weight:g}: the teacher does "
+            "not know these tokens and would teach not to write them; use distill.weight=0, or leave the tokens out",
+        )
+        require(
+            self.distill.weight < 1 or packed or (self.qat.enabled and not self.qat.start),
+            f"distill.weight={self.distill.weight:g} with quant.codebook={self.quant.codebook.value}, qat.scheme="
+            f"{self.qat.scheme.value}, qat.start={self.qat.start:g}: where nothing is quantized the student is its "
+            "teacher and has no gradient; lower distill.weight, or quantize from the first step on",
+        )
+        if self.qat.enabled and self.train.weights is Weights.lora:
+            self._require_merge_aware()
+        require(
             packed or not loftq,
             f"loftq.iterations={self.loftq.iterations} makes up for quantization, and quant.codebook=none has none; "
             "choose a codebook such as nf4, or loftq.iterations=0",
@@ -89,16 +171,47 @@ class Config:
         )
         if self.train.weights is Weights.lora:
             return
-        key = "train.weights=all"
+        key = f"train.weights={self.train.weights.value}"
+        what = "every weight" if self.train.weights is Weights.all else "codes made from 16-bit weights"
         require(
             not packed,
-            f"{key} trains every weight, and quant.codebook={self.quant.codebook.value} packs them, which cannot be "
-            "trained; use quant.codebook=none (conf=full), or train.weights=lora",
+            f"{key} trains {what}, and quant.codebook={self.quant.codebook.value} packs them, which cannot be trained; "
+            "use quant.codebook=none (conf=full), or train.weights=lora",
         )
         require(self.lora == LoraConfig(), f"lora.* has no effect with {key}; leave it out, or use conf=lora")
         require(
             "adapter" not in self.export.formats,
             f"export.formats={self.export.formats} has adapter, and {key} trains none; use export.formats=[merged]",
+        )
+
+    def _require_merge_aware(self) -> None:
+        """What LoRA has and the codes of a merged weight cannot have; see trainer/merge_aware.py."""
+        key, lora = f"qat.scheme={self.qat.scheme.value}", self.lora
+        require(
+            not self.loftq.iterations,
+            f"loftq.iterations={self.loftq.iterations} makes up for codes that stay, and {key} chooses codes anew: at "
+            "B = 0 they are the nearest already, and LoftQ's factors move them away; use loftq.iterations=0",
+        )
+        require(
+            lora.dropout == 0,
+            f"lora.dropout={lora.dropout} drops a part of the adapter's input, and {key} trains the merged weight, "
+            "which has no such part; use lora.dropout=0",
+        )
+        require(
+            not lora.use_dora,
+            f"lora.use_dora=true trains the length of rows, and {key} rounds W + s B A to codes whose scales set it; "
+            "use lora.use_dora=false",
+        )
+        rounding, static = self.qat.rounding.value, SchemeName.int8_static in self.qat.names
+        require(
+            rounding == "nearest",
+            f"qat.rounding={rounding} draws or trains a direction for each weight, and an adapter trains factors; use "
+            "qat.rounding=nearest, or conf=qat",
+        )
+        require(
+            not static,
+            "qat.scheme=int8_static observes ranges of inputs, which layers with an adapter do not; use "
+            "qat.scheme=int8 (a scale a token), or conf=qat",
         )
 
 

@@ -10,12 +10,13 @@ from trainer.config.errors import require
 class Weights(StrEnum):
     lora = "lora"
     all = "all"
+    scales = "scales"
 
 
 @dataclass
 class TrainConfig:
     max_steps: int | None = None
-    """Optimizer steps; null for as many as `epochs` needs."""
+    """Optimizer steps; null for as many as `epochs` needs. 0, after block-wise training, for none."""
     epochs: float = 1.0
     """Passes over the data, when `max_steps` is null."""
     batch_size: int = 8
@@ -40,7 +41,8 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in backward: about a third slower, much less memory."""
     weights: Weights = Weights.lora
-    """What is trained: lora (an adapter over the frozen base; `lora` says which), or all (every weight)."""
+    """What is trained: lora (an adapter over the frozen base; `lora` says which), all (every weight), or scales (those
+    of codes that `qat` describes and that stay: E2E-QP of EfficientQAT, arXiv:2407.11062)."""
     neftune_alpha: float = 0.0
     """NEFTune (arXiv:2310.05914): uniform noise of this size over sqrt(tokens x width) on the embeddings of each
     document while training; the paper uses 5 to 15. 0 for none."""
@@ -48,7 +50,7 @@ class TrainConfig:
     """Write the ids of each step's rows to metrics.jsonl."""
 
     def __post_init__(self) -> None:
-        require(self.max_steps is None or self.max_steps > 0, f"train.max_steps={self.max_steps}; give >= 1, or null")
+        require(self.max_steps is None or self.max_steps >= 0, f"train.max_steps={self.max_steps}; give >= 1, or null")
         require(0 < self.epochs < math.inf, f"train.epochs={self.epochs}; give a number above 0")
         for name in ("batch_size", "grad_accum_steps", "max_pass_tokens", "eval_batch_size", "keep_checkpoints"):
             require(

@@ -46,8 +46,8 @@ class BatchPlan:
         for name in ("num_rows", "batch_size", "grad_accum_steps", "world_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; give at least 1")
-        if self.epochs <= 0 or (self.max_steps is not None and self.max_steps < 1):
-            raise ValueError(f"epochs={self.epochs}, max_steps={self.max_steps}; give numbers above 0")
+        if self.epochs <= 0 or (self.max_steps is not None and self.max_steps < 0):
+            raise ValueError(f"epochs={self.epochs}, max_steps={self.max_steps}; give epochs above 0, or steps")
 
     @property
     def rows_per_step(self) -> int:

@@ -20,6 +20,8 @@ def print_report(metrics: dict[str, Any], samples: list[Sample], *, run_dir: str
     console.print(_figures(metrics))
     for sample in samples:
         console.print(_side_by_side(sample))
+    if "qat" in metrics:
+        console.print(_packed_line(metrics["qat"]))
     minutes, seconds = divmod(round(metrics["wall_s"]), 60)
     console.print(
         f"{metrics['steps']} steps, {metrics['tokens']} tokens at {metrics['tokens_per_s']:.0f} tokens/s, "
@@ -38,8 +40,28 @@ def _figures(metrics: dict[str, Any]) -> Table:
     loss, base = metrics["eval_loss"], metrics["eval_loss_base"]
     ppl, ppl_base = metrics["perplexity"], metrics["perplexity_base"]
     table.add_row("loss (nats/token)", f"{base:.4f}", f"{loss:.4f}", f"{loss - base:+.4f}")
+    if "eval_kl" in metrics:
+        kl, kl_base = metrics["eval_kl"], metrics["eval_kl_base"]
+        table.add_row("KL to the teacher", f"{kl_base:.4f}", f"{kl:.4f}", f"{kl - kl_base:+.4f}")
+    if "qat" in metrics:
+        rounded, packed = metrics["qat"]["eval_loss_rounded"], metrics["qat"]["eval_loss_packed"]
+        table.add_row("  rounded to nearest", f"{rounded:.4f}", "", f"{rounded - base:+.4f}")
+        table.add_row("  exported codes", "", f"{packed:.4f}", f"{packed - base:+.4f}")
     table.add_row("perplexity", f"{ppl_base:.3f}", f"{ppl:.3f}", f"{100 * (ppl / ppl_base - 1):+.1f} %")
     return table
+
+
+def _packed_line(qat: dict[str, Any]) -> str:
+    """What was quantized, that it is what was trained, and how far apart the programs are that compute it."""
+    recovered = "" if qat["recovered"] is None else f", {100 * qat['recovered']:.0f} % of what rounding lost recovered"
+    apart = [
+        f"{name} {what if isinstance(what, str) else format(what['mean'], '.1e')}"
+        for name, what in qat["agreement"].items()
+    ]
+    return (
+        f"{qat['schemes']}, {qat['bits_per_weight']:.2f} bits a weight{recovered}; exported codes are the trained ones "
+        f"({qat['packed_sha256'][:12]}); nats a token from the trained model: {', '.join(apart)}"
+    )
 
 
 def _side_by_side(sample: Sample) -> Panel:

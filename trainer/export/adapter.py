@@ -30,6 +30,7 @@ from trainer.config.quant import Codebook, QuantConfig
 from trainer.config.schema import Config
 from trainer.config.train import Weights
 from trainer.export.base_codes import FILE_NAME, copy_base_codes, restore_base
+from trainer.export.rounded_adapter import read_rounded, rounding_identity, write_scales
 from trainer.linear import QuantLinear, weights_sha256
 from trainer.lora import adapter_tensors, plain_config, register_layers
 from trainer.model import low_quantizer_of, quantizer_of
@@ -55,7 +56,8 @@ def write_adapter(
     tokenizer.save_pretrained(folder)
     dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     identity = {"base_sha256": base_sha256, "dtype": dtype, **_packed_by(model)}
-    identity |= _vocabulary(model, tokenizer)
+    identity |= _vocabulary(model, tokenizer) | rounding_identity(model)
+    write_scales(model, folder)
     codes = base_codes and copy_base_codes(model, base_codes, folder)
     if codes:
         identity["base_codes"] = codes
@@ -142,11 +144,14 @@ def read_adapter(model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerB
     """
     check_vocabulary(folder, model, tokenizer)
     restore_base(model, folder, read_identity(folder))
-    check_base(folder, weights_sha256(model))
-    config = PeftLoraConfig.from_pretrained(folder)
-    register_layers(config)
+    config, rounded = PeftLoraConfig.from_pretrained(folder), read_identity(folder).get("rounded")
+    if not rounded:
+        check_base(folder, weights_sha256(model))
+        register_layers(config)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unsupported layer type")  # said of every custom module
+        if rounded:
+            return read_rounded(model, folder, config, rounded)
         return PeftModel.from_pretrained(model, folder, config=config).eval()
 
 
@@ -276,6 +281,11 @@ def check_base(folder: Path, base_sha256: str) -> None:
     if not (folder / "lowbit.json").is_file():
         return
     identity = read_identity(folder)
+    require(
+        not identity.get("rounded"),
+        f"{folder} was trained through the rounding of the weights that it merges into; beside its base it is another "
+        "model. Serve the run, or its export `quantized`",
+    )
     trained_on, added = str(identity.get("base_sha256")), list(identity.get("added_tokens", {}))
     if trained_on != base_sha256:
         own = [f"the tokens {added} added"] if added else []
@@ -305,10 +315,14 @@ def describe_method(config: Config) -> str:
     """How the run trained, as the beginning of a sentence."""
     if config.train.weights is Weights.all:
         return "All weights"
+    if config.train.weights is Weights.scales:
+        return "Block by block and then scales" if config.blockwise.epochs else "Scales of nearest codes"
     lora, quant = config.lora, config.quant
     name = "DoRA" if lora.use_dora else "LoRA"
     targets = "all linear layers" if lora.target_modules == "all-linear" else lora.target_modules
     adapter = f"{name} of rank {lora.rank}, alpha {lora.alpha:g}, on {targets}"
+    if config.qat.enabled:
+        return f"{adapter} of a 16-bit base, merge-aware"
     if quant.codebook is Codebook.none:
         return f"{adapter} of a base that is not packed"
     quantizer = quantizer_of(quant)
@@ -362,6 +376,8 @@ def _how_to_add_tokens(identity: dict[str, Any]) -> str:
 
 def _how_to_load(quant: QuantConfig, identity: dict[str, Any]) -> str:
     """Only a plain 4-bit codebook is a base that bitsandbytes packs to the same bytes."""
+    if identity.get("rounded"):
+        return _LOAD_ROUNDED
     if quant.codebook is Codebook.none:
         return _LOAD_DENSE
     elsewhere = quant.codebook in (Codebook.nf4, Codebook.fp4) and quant.bits_budget is None
@@ -416,6 +432,23 @@ tokenizer = AutoTokenizer.from_pretrained("<this folder>")
 ```
 
 `lowbit.json` holds the hash of the weights that the adapter was trained on.
+"""
+
+_LOAD_ROUNDED = """Training rounded the merged weights: what was measured above are the codes of W + s B A, the export
+`quantized`. This adapter gives the same codes here, over the same base:
+
+```python
+from pathlib import Path
+
+from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.export.adapter import read_adapter
+from trainer.model import load_model
+
+model, tokenizer = load_model(ModelConfig(ModelSource.{source}, "{base}", dtype=DType("{dtype}")))
+model = read_adapter(model, Path("<this folder>"))
+```
+
+Over the 16-bit base in PEFT it is a plain LoRA, the model without the rounding.
 """
 
 _LOAD_HERE = """```python

@@ -156,7 +156,7 @@ def merged_dtype(config: ExportConfig) -> torch.dtype:
 
 def export_bytes(model: nn.Module, config: ExportConfig) -> int:
     """What the merged formats of `config` will take on disk, about."""
-    itemsizes = {"merged": merged_dtype(config).itemsize, "merged_4bit": 1}
+    itemsizes = {"merged": merged_dtype(config).itemsize, "merged_4bit": 1, "quantized": 2}
     return num_weights(model) * sum(itemsizes.get(name, 0) for name in config.formats)
 
 
@@ -182,7 +182,7 @@ def _leaves(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]
 def _tensors(name: str, module: nn.Module, render: Render, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """What the module's own tensors become in the merged model."""
     if isinstance(module, TrainableTokensWrapper):
-        yield "weight", _token_rows(module).to(dtype)
+        yield "weight", token_rows(module).to(dtype)
         yield from _rest(module.original_module, dtype)
     elif isinstance(module, LoraLayer | QuantLinear):
         yield from render(name, module).items()
@@ -268,7 +268,7 @@ def _active(module: BaseTunerLayer | AuxiliaryTrainingWrapper) -> list[str]:
     return [adapter for adapter in module.active_adapters if adapter not in merged]
 
 
-def _token_rows(module: TrainableTokensWrapper) -> Tensor:
+def token_rows(module: TrainableTokensWrapper) -> Tensor:
     """The embedding or head with its trained rows."""
     adapter = module.token_adapter
     return adapter.get_merged_weights(_active(adapter)).detach()
@@ -286,7 +286,7 @@ def _computes_tied(model: PreTrainedModel) -> bool:
     if head is None or not is_tied(model):
         return False
     ours, theirs = (
-        _token_rows(module) if isinstance(module, TrainableTokensWrapper) else module.weight
+        token_rows(module) if isinstance(module, TrainableTokensWrapper) else module.weight
         for module in (embedding, head)
     )
     return ours is theirs or torch.equal(ours, theirs)

@@ -15,11 +15,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.architecture import base_layer, base_model, rotary_table, sliding_windows, why_unsupported
 from trainer.config.errors import UserError, require
-from trainer.fake_quant import FakeQuantLinear
+from trainer.fake_quant import FakeQuantLinear, FakeQuantWeight
 from trainer.kernels.codebook4 import CodebookWeight
-from trainer.kernels.codebook_bits import BitsWeight, bits_dequantize
+from trainer.kernels.codebook_bits import BitsWeight
 from trainer.kernels.embedding import embed_tokens
 from trainer.kernels.fake_quant import Grid
+from trainer.kernels.float_grids import FloatWeight
 from trainer.kernels.greedy_head import GreedyHead, greedy_head, pack_greedy_head
 from trainer.kernels.int4 import Int4Weight
 from trainer.kernels.int8 import Int8Weight
@@ -39,6 +40,9 @@ from trainer.kernels.rms_norm import add_rms_norm, rms_norm
 from trainer.kernels.rope import rope_
 from trainer.kernels.swiglu import swiglu
 from trainer.linear import QuantLinear
+from trainer.packed_linear import PackedEmbedding, PackedLinear
+from trainer.qat_scheme import Activations
+from trainer.quantizer import QuantizedTensor
 from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows
 
 log = logging.getLogger(__name__)
@@ -252,10 +256,10 @@ def decoder_from_module(
     place_linears([linear.weight for linear in linears])
     _log_decoded(linears)
     output = model.get_output_embeddings()
-    head = pack_linear(output.weight.detach(), dtype=config.dtype)
+    head = pack_linear(_table("lm_head", output, config.dtype), dtype=config.dtype)
     return Decoder(
         config,
-        body.embed_tokens.weight.detach(),
+        _table("embed_tokens", body.embed_tokens, config.dtype),
         layers,
         body.norm.weight.detach(),
         head,
@@ -263,6 +267,21 @@ def decoder_from_module(
         cos_sin,
         pack_greedy_head(head) if screen_greedy and output.bias is None else None,
     )
+
+
+def _table(name: str, layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The weight of an embedding or output head as training multiplies it; codes are decoded to dtype."""
+    if isinstance(layer, QuantLinear):
+        return layer.quantized.dequantize(dtype)
+    packed = isinstance(layer, PackedLinear | PackedEmbedding)
+    if not packed and (not isinstance(layer, FakeQuantWeight) or not layer.enabled):
+        return layer.weight.detach()
+    require(
+        layer.scheme.activations is None,
+        f"{name} rounds its input to {layer.scheme.activations}; the server's output head takes it as it is: leave "
+        "lm_head out, or give it a scheme of weights only",
+    )
+    return layer.quantized.dequantize(dtype)
 
 
 def _check_dtype(model: PreTrainedModel) -> None:
@@ -352,26 +371,31 @@ def _fuse(
 
 def _rounds_input(name: str, layers: dict[str, nn.Module]) -> bool:
     """Whether the layers round their input to 8 bits, one scale a token."""
-    grids = [getattr(layer, "activation_grid", None) for layer in layers.values()]
-    for part, grid in zip(layers, grids, strict=True):
+    rounds = [isinstance(layer, PackedLinear) or _is_fake(layer) for layer in layers.values()]
+    rounded = [layer.scheme.activations if on else None for layer, on in zip(layers.values(), rounds, strict=True)]
+    for part, inputs in zip(layers, rounded, strict=True):
         require(
-            grid in (None, Grid.int8()),
-            f"{part} rounds its input to {grid}; the server takes inputs as they are, or rounds them to Grid.int8()",
+            inputs in (None, Activations(Grid.int8())),
+            f"{part} rounds its input to {inputs}; the server takes inputs as they are, or rounds each token to INT8 "
+            "(schemes int4_int8 and int8)",
         )
     require(
-        len(set(grids)) == 1,
+        len(set(rounded)) == 1,
         f"{name}: some of {', '.join(layers)} round their input and others do not; the server multiplies these layers "
         "as one: prepare them alike",
     )
-    return grids[0] is not None
+    return rounded[0] is not None
+
+
+def _is_fake(layer: nn.Module) -> bool:
+    return isinstance(layer, FakeQuantLinear) and layer.enabled
 
 
 def _stored_weight(name: str, layer: nn.Module, dtype: torch.dtype) -> QuantizedWeight | Tensor:
     """A layer's weight as training multiplies it: codes where it has some, else floats."""
     match layer:
-        case QuantLinear():
-            weight = layer.quantized.weight
-            return bits_dequantize(weight, dtype=dtype) if isinstance(weight, BitsWeight) else weight
+        case QuantLinear() | PackedLinear():
+            return _codes(layer.quantized, dtype)
         case nn.Linear():
             return layer.weight.detach()
         case FakeQuantLinear():
@@ -380,13 +404,22 @@ def _stored_weight(name: str, layer: nn.Module, dtype: torch.dtype) -> Quantized
 
 
 def _fake_quantized(name: str, layer: FakeQuantLinear, dtype: torch.dtype) -> QuantizedWeight | Tensor:
+    if not layer.enabled:
+        return layer.weight.detach()
     try:
-        codes = layer.weight_grid.quantize(layer.weight.detach())
+        quantized = layer.quantized
     except ValueError as error:
         raise UserError(f"{name}.weight: {error}") from None
-    if layer.activation_grid is None and layer.weight.dtype not in (torch.float32, dtype):
-        return decode(codes, dtype=layer.weight.dtype)  # training rounds to the weight's own 16 bits first
-    return codes
+    if layer.scheme.activations is None and layer.weight.dtype not in (torch.float32, dtype):
+        return quantized.dequantize(layer.weight.dtype)  # training rounds to the weight's own 16 bits first
+    return _codes(quantized, dtype)
+
+
+def _codes(quantized: QuantizedTensor | FloatWeight, dtype: torch.dtype) -> QuantizedWeight | Tensor:
+    """Codes that a kernel multiplies as they are, or what they stand for."""
+    if isinstance(quantized, FloatWeight) or isinstance(quantized.weight, BitsWeight):
+        return quantized.dequantize(dtype)
+    return quantized.weight
 
 
 def _pack(weights: Sequence[QuantizedWeight | Tensor], dtype: torch.dtype, dynamic: bool) -> LinearWeight:

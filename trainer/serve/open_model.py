@@ -1,12 +1,11 @@
 """From `model=...` to a module, a tokenizer and the adapter that belongs to them.
 
-a run folder        config.yaml: the base as it was trained, with export/adapter over it
+a run folder        config.yaml: the base as it was trained, with export/adapter over it, or export/quantized
 an adapter folder   adapter_config.json: the base it names, packed as lowbit.json says
 a Hugging Face folder, a .gguf file, org/name, smollm2_135m, tiny
 a module in memory  as it is
 """
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -23,19 +22,20 @@ from trainer.config.quant import Codebook, QuantConfig
 from trainer.export.adapter import base_plan, put_token_rows, read_identity
 from trainer.export.base_codes import restore_base
 from trainer.fake_quant import fake_quantize_linears
-from trainer.kernels.fake_quant import Grid
 from trainer.linear import weights_sha256
 from trainer.model import load_model, prepare_model
+from trainer.packed_model import packed_entry, packed_layers
+from trainer.qat_scheme import Scheme
 from trainer.serve.config import ServeConfig
 
-INTEGER_GRIDS = {
-    "int4": (Grid.int4(group_size=32), None),
-    "int4_dynamic": (Grid.int4(group_size=32), Grid.int8()),
-    "int8_dynamic": (Grid.int8(), Grid.int8()),
+INTEGER_SCHEMES = {
+    "int4": Scheme.named("int4"),
+    "int4_dynamic": Scheme.named("int4_int8"),
+    "int8_dynamic": Scheme.named("int8"),
 }
-"""quantization -> the grids of weights and of inputs, as quantization-aware training names them."""
+"""quantization -> the scheme, as quantization-aware training names it."""
 
-Scheme = QuantConfig | tuple[Grid, Grid | None] | None
+Quantization = QuantConfig | Scheme | None
 
 
 @dataclass(slots=True)
@@ -80,8 +80,12 @@ def _open_run(run: Path, config: ServeConfig) -> OpenedModel:
     if config.dtype != "auto":
         trained.model.dtype = DType(config.dtype)
     quant = trained.quant if config.quantization is None else _scheme(config.quantization)
-    adapter, merged = run / "export" / "adapter", run / "export" / "merged"
-    if (merged / "config.json").is_file() and not adapter.exists():
+    adapter, merged, quantized = (run / "export" / name for name in ("adapter", "merged", "quantized"))
+    if trained.qat.enabled and (quantized / "config.json").is_file():  # an adapter alone is not what was trained
+        model = ModelConfig(ModelSource.folder, str(quantized), dtype=trained.model.dtype)
+        config.served_model_name = config.served_model_name or run.name
+        return _open_base(model, _scheme(config.quantization), config)
+    if (merged / "config.json").is_file() and (trained.qat.enabled or not adapter.exists()):
         model = ModelConfig(ModelSource.folder, str(merged), dtype=trained.model.dtype)
         config.served_model_name = config.served_model_name or run.name
         return _open_base(model, _scheme(config.quantization), config)
@@ -104,7 +108,7 @@ def _open_adapter(folder: Path, config: ServeConfig) -> OpenedModel:
 
 def _open_base(
     model_config: ModelConfig,
-    quant: Scheme,
+    quant: Quantization,
     config: ServeConfig,
     *,
     adapter: Path | None = None,
@@ -116,18 +120,22 @@ def _open_base(
     if adapter is not None:
         model_config.add_tokens = list(read_identity(adapter).get("added_tokens", {}))
     module, tokenizer = load_model(model_config)
+    require(
+        quant is None or not packed_layers(module),
+        f"quantization={config.quantization} would round {config.model} again, which holds the codes that were "
+        "trained; leave it out",
+    )
+    if config.kv_cache_dtype == "auto" and (packed_entry(str(model_config.path)) or {}).get("kv_cache") == "int8":
+        config.kv_cache_dtype = "int8"  # as it was trained
     # As the adapter's base was packed, unless the user wants another one: its plan says more than the run's config.
     plan = None if adapter is None or config.quantization is not None else base_plan(adapter)
-    grids = quant if quant is not None and not isinstance(quant, QuantConfig) else None
     if plan is not None or (isinstance(quant, QuantConfig) and quant.codebook is not Codebook.none):
         prepare_model(module, quant if isinstance(quant, QuantConfig) else QuantConfig(), plan=plan)
         if adapter is not None:
             restore_base(module, adapter, read_identity(adapter))
-    elif grids is not None:
-        _fake_quantize(module, *grids)
+    elif isinstance(quant, Scheme):
+        _fake_quantize(module, quant)
     sha256 = weights_sha256(module)
-    if grids is not None:  # dense weights that are rounded when they are used
-        sha256 = hashlib.sha256(f"{sha256}{grids}".encode()).hexdigest()
     if adapter is not None and model_config.add_tokens:
         put_token_rows(module, adapter)
     if torch.cuda.is_available():
@@ -147,11 +155,11 @@ def opened_module(module: nn.Module, tokenizer: PreTrainedTokenizerBase, name: s
     return OpenedModel(module, tokenizer, name, {}, base_sha256=weights_sha256(module))
 
 
-def _fake_quantize(module: PreTrainedModel, weights: Grid, inputs: Grid | None) -> None:
-    """Layers that compute what quantization-aware training would; the decoder packs their weights on these grids."""
-    skip = {head for head in (module.get_output_embeddings(), module.get_input_embeddings()) if head is not None}
+def _fake_quantize(module: PreTrainedModel, scheme: Scheme) -> None:
+    """Layers that compute what quantization-aware training would; the decoder packs their weights by the scheme."""
+    head = module.get_output_embeddings()
     try:
-        fake_quantize_linears(module, weights, inputs, skip=skip, integer=inputs is not None)
+        fake_quantize_linears(module, lambda name: None if module.get_submodule(name) is head else scheme)
     except ValueError as error:
         raise UserError(f"{error}; or use quantization=nf4") from None
 
@@ -178,9 +186,9 @@ def _model_config(model: str, path: Path, config: ServeConfig) -> ModelConfig:
     )
 
 
-def _scheme(quantization: str | None) -> Scheme:
-    if quantization in INTEGER_GRIDS:
-        return INTEGER_GRIDS[quantization]
+def _scheme(quantization: str | None) -> Quantization:
+    if quantization in INTEGER_SCHEMES:
+        return INTEGER_SCHEMES[quantization]
     return None if quantization in (None, "none") else QuantConfig(Codebook(quantization))
 
 

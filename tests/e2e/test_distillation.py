@@ -1,0 +1,86 @@
+"""Distillation as a user runs it: train, be killed while the teacher answers, go on, be told what is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.e2e.conftest import command, environment, losses
+
+SETTINGS = (
+    *("model=tiny", "model.dtype=float32", "data=jsonl", "data.eval_rows=4", "evaluate.samples=0"),
+    *("train.max_steps=3", "train.batch_size=4", "distill.weight=0.5"),
+)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A cache folder of this test; returns its environment."""
+    return {**environment(), "LOWBIT_CACHE": str(tmp_path / "cache")}
+
+
+def start(tmp_path, env: dict[str, str], *overrides: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(*SETTINGS, *overrides),
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return output
+
+
+def test_killed_while_the_teacher_answers(tmp_path, cache, jsonl):
+    """`kill -9` after some answers: the next run takes them, a third reads all of them, and both train alike."""
+    rows = [json.loads(line) for line in jsonl.read_text().splitlines()] * 20
+    many = tmp_path / "many.jsonl"
+    many.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # A pass a row makes 800 batches, so that there is time between the first and the last.
+    settings = ("conf=lora", f"data.path={many}", "train.max_pass_tokens=1")
+    process = start(tmp_path, cache, *settings, "output_dir=killed")
+    teachers = tmp_path / "cache" / "teachers"
+    while not (found := list(teachers.glob(".*.partial/progress.json"))) and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert found and process.returncode == -signal.SIGKILL
+    assert "teacher  goes on at batch" in finish(start(tmp_path, cache, *settings, "output_dir=second"))
+    assert "teacher  read from" in finish(start(tmp_path, cache, *settings, "output_dir=third"))
+    assert losses(tmp_path / "second") == losses(tmp_path / "third")
+
+
+def test_report_and_metrics(tmp_path, cache, jsonl):
+    output = finish(start(tmp_path, cache, "conf=qlora", f"data.path={jsonl}", "output_dir=run"))
+    assert "KL to the teacher" in output and " MB in " in output
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["eval_kl_base"] > 0 and metrics["eval_kl"] > 0  # NF4 is not its 16-bit base, before and after
+    assert metrics["eval_loss"] != metrics["eval_loss_base"]
+
+
+@pytest.mark.parametrize("settings", [("conf=qat", "distill.weight=1"), ("conf=qat", "distill.top_k=0")], ids=str)
+def test_quantization_aware(tmp_path, cache, jsonl, settings):
+    """Full QAT from the first step on: its 16-bit self is the teacher, and the codes stay what was trained."""
+    finish(start(tmp_path, cache, *settings, f"data.path={jsonl}", "output_dir=run", "train.max_steps=5"))
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["eval_kl"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (("distill.top_k=99999",), "distill.top_k=99999 exceeds the model's vocabulary"),
+        (("distill.temperature=-1",), "distill.temperature=-1.0; give a number above 0"),
+    ],
+)
+def test_bad_settings_end_with_one_line(train, jsonl, overrides, text):
+    done = train("conf=lora", *SETTINGS, f"data.path={jsonl}", *overrides, check=False)
+    assert done.returncode != 0 and text in done.stderr + done.stdout and "Traceback" not in done.stderr
