@@ -16,7 +16,9 @@ T^2 keeps the gradient's size when T changes (Hinton et al., arXiv:1503.02531, s
 
 As in kernels/cross_entropy.py, forward computes the gradient of a chunk while its logits are there, in place, and
 backward multiplies it by the incoming scalar. The student's mass outside the k tokens is summed by itself: 1 minus the
-others would lose its places when it is small. SmolLM2-135M's head, 511 rows, k = 64, two Zen 4 cores: @@DISTILL_TIME@@
+others would lose its places when it is small. Processor time of forward and backward over linear_cross_entropy's,
+SmolLM2-135M's frozen head, 512 rows, bfloat16, a thread of Zen 4: 1.01 at k = 64, 1.05 with T = 2, 1.61 for `Whole`,
+whose head is one product more.
 
 Rounding: as there. The teacher's log-probabilities come in float16 (at most 1e-4 off in a probability: |log p| p 2^-11
 for p in 0..1) and are normalised in float32, so that both sides sum to 1 and D is not negative by rounding of p.

@@ -39,7 +39,9 @@ class TrainState:
     eval_loss_rounded: float | None = None
     """Quantization-aware training: the held-out loss of the base rounded to nearest."""
     eval_metrics_base: dict[str, float] = field(default_factory=dict)
-    """What the objective measured beside it; see `loop.drained_metrics`."""
+    """What the objective measured beside `eval_loss_base`; see `loop.drained_metrics`."""
+    eval_metrics_rounded: dict[str, float] = field(default_factory=dict)
+    """The same beside `eval_loss_rounded`."""
     world_size: int = 1
     dtype: str = ""
     """The compute dtype; `model.dtype=auto` may choose another on another machine."""

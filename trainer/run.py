@@ -108,7 +108,7 @@ def _train_and_finish(run: PreparedRun) -> Result:
         if run.qat is not None:
             run.qat.enable(True)
             state.eval_loss_rounded = training.evaluate()
-            drained_metrics(training.objective, training.accelerator)
+            state.eval_metrics_rounded = drained_metrics(training.objective, training.accelerator)
             log.info("held-out loss of the base, rounded to nearest: %.4f", state.eval_loss_rounded)
             run.qat.enable(False)
         with run.model.disable_adapter() if isinstance(run.model, PeftModel) else nullcontext():
@@ -249,6 +249,7 @@ def _metrics(
         "perplexity_base": _perplexity(state.eval_loss_base),
         "perplexity": _perplexity(eval_loss),
         **{f"eval_{name}_base": mean for name, mean in state.eval_metrics_base.items()},
+        **{f"eval_{name}_rounded": mean for name, mean in state.eval_metrics_rounded.items()},
         **{f"eval_{name}": mean for name, mean in measured.items()},
         "eval_rows": len(run.held_out),
         "eval_tokens": sum(num_targets(torch.tensor(labels[1:])) for labels in run.held_out["labels"]),

@@ -40,7 +40,7 @@ def finish(process: subprocess.Popen) -> str:
 
 
 def test_killed_while_the_teacher_answers(tmp_path, cache, jsonl):
-    """`kill -9` after some answers: the next run takes them, a third reads all of them, and both train alike."""
+    """`kill -9` after some answers: the next run goes on from them."""
     rows = [json.loads(line) for line in jsonl.read_text().splitlines()] * 20
     many = tmp_path / "many.jsonl"
     many.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,8 +54,8 @@ def test_killed_while_the_teacher_answers(tmp_path, cache, jsonl):
     process.communicate()
     assert found and process.returncode == -signal.SIGKILL
     assert "teacher  goes on at batch" in finish(start(tmp_path, cache, *settings, "output_dir=second"))
-    assert "teacher  read from" in finish(start(tmp_path, cache, *settings, "output_dir=third"))
-    assert losses(tmp_path / "second") == losses(tmp_path / "third")
+    assert sorted(losses(tmp_path / "second")) == [1, 2, 3]
+    assert len([path for path in teachers.iterdir() if path.is_dir()]) == 1  # nothing of the killed run is left
 
 
 def test_report_and_metrics(tmp_path, cache, jsonl):
@@ -66,21 +66,16 @@ def test_report_and_metrics(tmp_path, cache, jsonl):
     assert metrics["eval_loss"] != metrics["eval_loss_base"]
 
 
-@pytest.mark.parametrize("settings", [("conf=qat", "distill.weight=1"), ("conf=qat", "distill.top_k=0")], ids=str)
-def test_quantization_aware(tmp_path, cache, jsonl, settings):
+def test_quantization_aware(tmp_path, cache, jsonl):
     """Full QAT from the first step on: its 16-bit self is the teacher, and the codes stay what was trained."""
-    finish(start(tmp_path, cache, *settings, f"data.path={jsonl}", "output_dir=run", "train.max_steps=5"))
+    settings = ("conf=qat", "distill.weight=1", "train.max_steps=5")
+    finish(start(tmp_path, cache, *settings, f"data.path={jsonl}", "output_dir=run"))
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["eval_kl"] > 0
+    # Rounding moves the model, and five steps with a warm-up do not bring it back; its 16-bit self is no distance away.
+    assert metrics["eval_kl_rounded"] > 0 and metrics["eval_kl"] > 0 and abs(metrics["eval_kl_base"]) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (("distill.top_k=99999",), "distill.top_k=99999 exceeds the model's vocabulary"),
-        (("distill.temperature=-1",), "distill.temperature=-1.0; give a number above 0"),
-    ],
-)
-def test_bad_settings_end_with_one_line(train, jsonl, overrides, text):
-    done = train("conf=lora", *SETTINGS, f"data.path={jsonl}", *overrides, check=False)
-    assert done.returncode != 0 and text in done.stderr + done.stdout and "Traceback" not in done.stderr
+def test_a_bad_setting_ends_with_one_line(train, jsonl):
+    done = train("conf=lora", *SETTINGS, f"data.path={jsonl}", "distill.top_k=99999", check=False)
+    assert done.returncode != 0 and "distill.top_k=99999 exceeds the model's vocabulary" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr

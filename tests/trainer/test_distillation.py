@@ -305,10 +305,10 @@ def test_a_packed_base_comes_nearer_to_its_16_bit_self(run, top_k) -> None:
     assert first["loss"] == pytest.approx(first["kl"], rel=1e-6) and first["cross_entropy"] > first["kl"]
 
 
-@pytest.mark.parametrize("conf", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("conf", ["full", "lora", "qlora", "qat"])
 def test_a_live_teacher_stays_what_it_was(run, conf) -> None:
     """Every method: training moves the student only, so a second run is measured against the same teacher."""
-    formats = "merged" if conf == "full" else "adapter"
+    formats = {"full": "merged", "qat": "quantized"}.get(conf, "adapter")
     overrides = (f"conf={conf}", f"export.formats=[{formats}]", "distill.weight=0.5", "distill.top_k=0")
     results = [run(name, *overrides, "train.max_steps=3", "optim.lr=0.01") for name in ("one", "other")]
     assert results[0].metrics["eval_kl"] == results[1].metrics["eval_kl"] > results[0].metrics["eval_kl_base"]

@@ -8,10 +8,12 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tests.trainer.test_fused_decoder import CU_SEQLENS, build, by_transformers, documents
 from trainer import merged_codes
 from trainer.config.errors import UserError
 from trainer.config.lora import LoraConfig
 from trainer.fake_quant import FakeQuantLinear
+from trainer.fused_decoder import FusedDecoder
 from trainer.kernels.lora_linear import Adapter
 from trainer.kernels.merged_weight import merge_rows_reference
 from trainer.lora import LoraLinear
@@ -106,6 +108,15 @@ def test_codes_are_those_of_the_whole_merged_weight(
         else:
             want = scheme.weight.quantize(merged_of(layer))
         assert_same_codes(layer.quantized, want)
+
+
+@pytest.mark.parametrize("quantizer", [Scheme.named("int4").weight, Scheme.named("nf4", block_size=4096).weight])
+def test_the_merged_weight_exists_a_few_rows_at_a_time(quantizer: object) -> None:
+    merged = MergedWeight.of(torch.zeros(3000, 1056), None)  # 3.2 M weights; blocks of 4096 end after 128 rows
+    chunks = [(rows, chunk.numel()) for rows, chunk in merged.chunks(quantizer)]
+    assert [rows.start for rows, _ in chunks] == [0, *(rows.stop for rows, _ in chunks[:-1])]
+    assert chunks[-1][0].stop == 3000 and all(rows.stop * 1056 % quantizer.span(1056) == 0 for rows, _ in chunks[:-1])
+    assert max(numel for _, numel in chunks) <= 1.1 * merged_codes.CHUNK_WEIGHTS  # up to 127 rows more, for a block
 
 
 def test_threads_do_not_change_codes() -> None:
@@ -317,3 +328,31 @@ def test_two_active_adapters_have_no_one_merged_weight() -> None:
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(ValueError, match="2 active adapters"):
         layer(torch.randn(2, 96))
+
+
+# ---- in whole layers
+
+
+@pytest.mark.parametrize("left_out", ["", "k_proj"], ids=["all layers", "k_proj in 16 bits"])
+def test_the_fused_decoder_computes_what_the_modules_compute(left_out: str) -> None:
+    """Values and gradients; with k_proj in 16 bits q, k and v are no single product."""
+    model = build("llama")
+    schemes = {
+        name: Scheme.named("int4")
+        for name, layer in model.model.named_modules(prefix="model")
+        if type(layer) is nn.Linear and not (left_out and name.endswith(left_out))
+    }
+    peft_model = attach_merge_aware(model, LoraConfig(rank=4), schemes, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    factors = [parameter for parameter in peft_model.parameters() if parameter.requires_grad]
+    for parameter in factors:
+        nn.init.normal_(parameter, std=0.02, generator=generator)
+    ids, gradients = documents(), []
+    decoder = FusedDecoder(peft_model.get_base_model())
+    for hidden_states in (decoder(torch.cat(ids), CU_SEQLENS), by_transformers(peft_model.get_base_model(), ids)):
+        hidden_states.square().sum().backward()
+        gradients.append([hidden_states.detach(), *(parameter.grad for parameter in factors)])
+        peft_model.zero_grad()
+    for ours, theirs in zip(*gradients, strict=True):
+        # float32, two layers of sums in another order; gradients of factors are sums over 73 tokens
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())

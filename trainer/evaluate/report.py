@@ -41,8 +41,12 @@ def _figures(metrics: dict[str, Any]) -> Table:
     ppl, ppl_base = metrics["perplexity"], metrics["perplexity_base"]
     table.add_row("loss (nats/token)", f"{base:.4f}", f"{loss:.4f}", f"{loss - base:+.4f}")
     if "eval_kl" in metrics:
-        kl, kl_base = metrics["eval_kl"], metrics["eval_kl_base"]
-        table.add_row("KL to the teacher", f"{kl_base:.4f}", f"{kl:.4f}", f"{kl - kl_base:+.4f}")
+        # What is compared with: the base rounded to nearest in quantization-aware training, else the (packed) base;
+        # block-wise training measures neither.
+        kl, before = metrics["eval_kl"], [metrics[key] for key in ("eval_kl_rounded", "eval_kl_base") if key in metrics]
+        base_kl, change = (f"{before[0]:.4f}", f"{kl - before[0]:+.4f}") if before else ("", "")
+        name = "KL to teacher (base rounded)" if "eval_kl_rounded" in metrics else "KL to the teacher"
+        table.add_row(name, base_kl, f"{kl:.4f}", change)
     if "qat" in metrics:
         rounded, packed = metrics["qat"]["eval_loss_rounded"], metrics["qat"]["eval_loss_packed"]
         table.add_row("  rounded to nearest", f"{rounded:.4f}", "", f"{rounded - base:+.4f}")
