@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.e2e.conftest import command, environment, losses
+from trainer.kernels import _cpp
 
 SETTINGS = (
     *("model=tiny", "model.dtype=float32", "data=jsonl", "data.eval_rows=4", "evaluate.samples=0"),
@@ -18,8 +19,11 @@ SETTINGS = (
 
 @pytest.fixture
 def cache(tmp_path):
-    """A cache folder of this test; returns its environment."""
-    return {**environment(), "LOWBIT_CACHE": str(tmp_path / "cache")}
+    """A cache folder of this test, which holds no teacher yet, over the compiled kernels; returns its environment."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "kernels").symlink_to(_cpp.cache_dir(), target_is_directory=True)
+    return {**environment(), "LOWBIT_CACHE": str(folder)}
 
 
 def start(tmp_path, env: dict[str, str], *overrides: str) -> subprocess.Popen:
@@ -41,10 +45,10 @@ def finish(process: subprocess.Popen) -> str:
 
 def test_killed_while_the_teacher_answers(tmp_path, cache, jsonl):
     """`kill -9` after some answers: the next run goes on from them."""
-    rows = [json.loads(line) for line in jsonl.read_text().splitlines()] * 20
+    rows = [json.loads(line) for line in jsonl.read_text().splitlines()] * 5
     many = tmp_path / "many.jsonl"
     many.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # A pass a row makes 800 batches, so that there is time between the first and the last.
+    # A pass a row makes 200 batches, so that there is time between the first and the last.
     settings = ("conf=lora", f"data.path={many}", "train.max_pass_tokens=1")
     process = start(tmp_path, cache, *settings, "output_dir=killed")
     teachers = tmp_path / "cache" / "teachers"
