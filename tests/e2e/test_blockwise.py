@@ -177,9 +177,11 @@ def peak_mb():
 
 def build(num_layers):
     torch.manual_seed(0)
-    sizes = dict(hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_key_value_heads=8, vocab_size=256)
+    sizes = dict(hidden_size=384, intermediate_size=1152, num_attention_heads=6, num_key_value_heads=6, vocab_size=256)
+    torch.set_default_dtype(torch.bfloat16)  # float32 weights, rounded afterwards, would be the peak
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, **sizes))
-    return model.to(torch.bfloat16).requires_grad_(False)
+    torch.set_default_dtype(torch.float32)
+    return model.requires_grad_(False)
 
 def train_blocks(model, folder):
     schemes = layer_schemes(model, QatConfig(scheme=SchemeName.int4, learn_scales=True))
@@ -208,13 +210,14 @@ print(blocks, peak_mb() - before)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="resource is no module of Windows")
 def test_blocks_need_a_part_of_the_memory_of_full_qat(tmp_path):
-    """12 blocks of 3.4 M weights. Full QAT has 14 bytes a weight beside the model, 570 MB; a block a twelfth of that.
+    """12 blocks of 1.9 M weights. Full QAT has 14 bytes a weight beside the model, 320 MB; a block a twelfth of that.
 
-    Packed layers are kept beside it: 0.6 byte a weight of all blocks, 25 MB, while 16-bit weights are freed.
+    Packed layers are kept beside it: 0.6 byte a weight of all blocks, 14 MB, while 16-bit weights are freed.
     """
     command = [sys.executable, "-c", MEMORY, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     blocks, full = map(float, done.stdout.split()[-2:])
-    assert full > 400  # MB: the measurement sees masters and Adam's state
-    assert blocks < 0.3 * full  # freed memory is not always given back
+    assert full > 250  # MB: the measurement sees masters and Adam's state
+    # A block's masters are 7 MB, its gradients and Adam's state 22; freed memory is not always given back
+    assert 10 < blocks < 0.3 * full
