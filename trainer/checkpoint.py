@@ -12,7 +12,7 @@ keeps the hidden name and is never picked up. Data order and learning rate are f
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -35,6 +35,8 @@ class TrainState:
     wall_s: float = 0.0
     """Seconds since the run began, all its sessions added up."""
     eval_loss_base: float | None = None
+    eval_base: dict[str, float] = field(default_factory=dict)
+    """The base's other held-out figures, which preference methods have."""
     world_size: int = 1
     dtype: str = ""
     """The compute dtype; `model.dtype=auto` may choose another on another machine."""

@@ -2,20 +2,27 @@
 
 The sum, not the mean: the loop divides by the target tokens of the whole step, over all micro-steps and processes, so
 that accumulation and data parallelism equal the large batch. Only target positions reach the output head.
+
+An objective is a module and four answers, which the loop and the evaluation ask for (preference.py has others):
+`collate` makes a batch of rows, `count` says what each summed loss of a batch is divided by, `look_ahead` may read all
+batches of a step before the first is trained on, and `drain_metrics` tells what else was measured.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 
 from trainer.architecture import active_module, base_model
+from trainer.data.loader import collate
 from trainer.fused_decoder import FusedDecoder, document_positions
 from trainer.kernels.cross_entropy import linear_cross_entropy
+from trainer.kernels.token_log_probs import token_log_probs
 from trainer.neftune import EmbeddingNoise
 
 log = logging.getLogger(__name__)
@@ -32,6 +39,12 @@ def num_targets(labels: Tensor) -> int:
     return int((labels != IGNORE_INDEX).sum())
 
 
+def targets_of_documents(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[B] int64: how many positions of each document are predicted."""
+    before = pad((labels != IGNORE_INDEX).cumsum(0), (1, 0))  # [T + 1]
+    return before[cu_seqlens.long()].diff()
+
+
 class NextTokenLoss(nn.Module):
     """Sum of cross-entropies over the targets of documents, in nats.
 
@@ -46,7 +59,7 @@ class NextTokenLoss(nn.Module):
         """
         super().__init__()
         self.model = model
-        with _evaluating(model):
+        with evaluating(model):
             self._decoder = self._fused_decoder(decoded_bytes)
             self.fused_head = self._fused_equals_logits()
         if not self.fused_head:
@@ -81,9 +94,39 @@ class NextTokenLoss(nn.Module):
         if self.fused_head:
             hidden_states = self._hidden_states(input_ids, cu_seqlens)[keep]  # [T, D] -> [N, D]
             return linear_cross_entropy(hidden_states, self._head.weight, targets)
-        padded, place = _pad(input_ids, cu_seqlens)
-        logits = self.model(input_ids=padded, use_cache=False).logits.flatten(0, 1)[place[keep]]
-        return cross_entropy(logits.float(), targets, reduction="sum")
+        return cross_entropy(self._logits(input_ids, cu_seqlens, keep), targets, reduction="sum")
+
+    def log_probs(self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Log-probability of each document's targets, given all that stands before them; documents as in `forward`.
+
+        returns  [B] float64, in nats, 0 for a document without a target: differences of such sums are what counts
+        """
+        keep = (labels[1:] != IGNORE_INDEX).nonzero()[:, 0]
+        targets = labels[keep + 1]
+        if self.fused_head:
+            hidden_states = self._hidden_states(input_ids, cu_seqlens)[keep]  # [T, D] -> [N, D]
+            tokens = token_log_probs(hidden_states, self._head.weight, targets)
+        else:
+            tokens = -cross_entropy(self._logits(input_ids, cu_seqlens, keep), targets, reduction="none")
+        lengths = targets_of_documents(labels, cu_seqlens)
+        return torch.segment_reduce(tokens.double(), "sum", lengths=lengths, unsafe=True)  # in order, unlike index_add
+
+    # ---- what the loop asks an objective for
+
+    def collate(self, rows: Sequence[dict[str, Any]], device: torch.device | str | None = None) -> dict[str, Tensor]:
+        """What `forward` takes; see `loader.collate`."""
+        return collate(rows, device)
+
+    def count(self, batch: dict[str, Any]) -> list[int]:
+        """What each sum of `forward` is divided by, once all of a step's are added up: here target tokens."""
+        return [num_targets(batch["labels"])]
+
+    def look_ahead(self, batches: Sequence[dict[str, Any]], reduce: Callable[[Tensor], Tensor]) -> None:
+        """Nothing here depends on the other batches of a step."""
+
+    def drain_metrics(self) -> dict[str, tuple[float, float]]:
+        """Figure -> sum and count since the last call; the same names in every process."""
+        return {}
 
     @property
     def _causal_lm(self) -> PreTrainedModel:
@@ -99,6 +142,11 @@ class NextTokenLoss(nn.Module):
             return self._decoder(input_ids, cu_seqlens)
         padded, place = _pad(input_ids, cu_seqlens)
         return self._transformers_hidden_states(padded).flatten(0, 1)[place]
+
+    def _logits(self, input_ids: Tensor, cu_seqlens: Tensor, keep: Tensor) -> Tensor:
+        """[N, vocab_size] float32, of the model's own head at the places `keep` [N]"""
+        padded, place = _pad(input_ids, cu_seqlens)
+        return self.model(input_ids=padded, use_cache=False).logits.flatten(0, 1)[place[keep]].float()
 
     def _transformers_hidden_states(self, input_ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, hidden_size]"""
@@ -135,8 +183,8 @@ class NextTokenLoss(nn.Module):
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Two forwards can be compared only without dropout, which an adapter that does not start at zero would show."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout: two forwards can be compared only so, since an adapter that starts apart from zero drops."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     yield

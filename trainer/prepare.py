@@ -17,13 +17,17 @@ from trainer.checkpoint import TrainState, checkpoints, load_checkpoint
 from trainer.compose import save_config
 from trainer.config.errors import require
 from trainer.config.lora import LoraInit
+from trainer.config.preference import Method
 from trainer.config.quant import Codebook
 from trainer.config.schema import Config
 from trainer.config.train import Weights
 from trainer.data.chat import tokenize_rows
 from trainer.data.formats import Row, load_rows
 from trainer.data.loader import BatchPlan
-from trainer.evaluate.perplexity import held_out_loss
+from trainer.data.preference import tokenize_preferences
+from trainer.data.preference_rows import Preference, answers_to_show, load_preferences
+from trainer.eva import initialize_eva, restore_eva
+from trainer.evaluate.perplexity import held_out_figures
 from trainer.export.base_codes import FILE_NAME as BASE_CODES
 from trainer.export.base_codes import load_base_codes, write_base_codes
 from trainer.export.merged import export_bytes
@@ -33,12 +37,10 @@ from trainer.loftq import Loftq, measure_input_scales
 from trainer.loop import Training
 from trainer.lora import Factors, attach_lora
 from trainer.lora_init import (
-    initialize_eva,
     load_directions,
     load_factors,
     pack_residual,
     principal_factors,
-    restore_eva,
     save_factors,
 )
 from trainer.master_weights import with_master_weights
@@ -46,6 +48,8 @@ from trainer.metrics import open_sinks
 from trainer.model import load_model, prepare_model
 from trainer.objective import NextTokenLoss
 from trainer.optim import Optimizer, build_optimizer, default_learning_rate, require_device
+from trainer.preference import Objective, build_objective
+from trainer.reference import with_reference
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +79,10 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     if not accelerator.is_main_process:
         logging.getLogger("trainer").setLevel(logging.WARNING)
     require_device(config.optim, accelerator.device)
-    rows, held_out_rows = load_rows(config.data, config.seed)
+    rows, held_out_rows = _load_rows(config)
     model, tokenizer = load_model(config.model)
     _require_positions(model, config)
-    dataset = tokenize_rows(rows, tokenizer, config.data.max_seq_len)
-    held_out = tokenize_rows(held_out_rows, tokenizer, config.data.max_seq_len)
+    dataset, held_out = (_tokenize(each, rows, tokenizer, config) for each in (rows, held_out_rows))
     start = _pack(model, dataset, config, run_dir, accelerator)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -92,9 +95,10 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
             _start_from_activations(trained, dataset, config, run_dir, accelerator)
     else:
         trained = model.requires_grad_(True).to(accelerator.device)
-    objective = NextTokenLoss(
+    next_token = NextTokenLoss(
         trained, decoded_bytes=config.train.decoded_mb << 20, neftune_alpha=config.train.neftune_alpha
     )
+    objective = build_objective(next_token, config.preference)
     optim = replace(config.optim, lr=config.optim.lr or _default_learning_rate(model, config))
     optimizer = with_master_weights(build_optimizer(objective, optim))
     _require_disk(
@@ -118,13 +122,16 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         kernels=choose("codebook4", accelerator.device.type),
         max_pass_tokens=config.train.max_pass_tokens or MAX_PASS_TOKENS[accelerator.device.type != "cpu"],
     )
+    if config.preference.precompute:
+        datasets = _with_reference(objective, {"train": dataset, "held_out": held_out}, run_dir, accelerator, state)
+        dataset, held_out = datasets["train"], datasets["held_out"]
     state = _restore(run_dir, state, objective, optimizer, accelerator, seed=config.seed)
     objective = accelerator.prepare(objective)
     _require_steps_left(plan, state, config)
     writes = accelerator.is_main_process and not to_export
 
-    def evaluate() -> float:
-        return held_out_loss(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
+    def evaluate() -> dict[str, float]:
+        return held_out_figures(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
 
     training = Training(
         config=replace(config, optim=optim),
@@ -140,7 +147,26 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     )
     if writes:  # last, so that a folder with a config is a run that can be resumed
         save_config(config, run_dir / "config.yaml")
-    return PreparedRun(training, trained, tokenizer, held_out, held_out_rows, state)
+    return PreparedRun(training, trained, tokenizer, held_out, answers_to_show(held_out_rows), state)
+
+
+def _load_rows(config: Config) -> tuple[list[Row] | list[Preference], list[Row] | list[Preference]]:
+    """What `preference.method` trains on, and what is held out."""
+    if config.preference.method is Method.none:
+        return load_rows(config.data, config.seed)
+    return load_preferences(config.data, config.preference.method, config.seed)
+
+
+def _tokenize(
+    rows: list[Row] | list[Preference],
+    train: list[Row] | list[Preference],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+) -> Dataset:
+    """`rows` as the objective takes them; KTO may need an answer of a training row."""
+    if config.preference.method is Method.none:
+        return tokenize_rows(rows, tokenizer, config.data.max_seq_len)
+    return tokenize_preferences(rows, tokenizer, config.data.max_seq_len, donors=train)
 
 
 def _pack(
@@ -194,7 +220,7 @@ def _start_from_activations(
     """EVA's ranks and directions: computed once in a run, then read."""
     with accelerator.main_process_first():
         if accelerator.is_main_process and not checkpoints(run_dir):
-            save_factors(run_dir, initialize_eva(model, dataset, seed=config.seed))
+            save_factors(run_dir, initialize_eva(model, dataset))
         restore_eva(model, load_directions(run_dir))
 
 
@@ -214,10 +240,20 @@ def _default_learning_rate(model: PreTrainedModel, config: Config) -> float:
     return lr if config.train.weights is Weights.lora else lr / 10
 
 
+def _with_reference(
+    objective: Objective, datasets: dict[str, Dataset], run_dir: Path, accelerator: Accelerator, state: TrainState
+) -> dict[str, Dataset]:
+    """The datasets with what the model, which no checkpoint has been put into yet, says of them."""
+    hashes = {name: getattr(state, name) for name in ("base_sha256", "data_sha256", "dtype", "device", "kernels")}
+    return with_reference(
+        objective, datasets, run_dir, accelerator, max_pass_tokens=state.max_pass_tokens, hashes=hashes
+    )
+
+
 def _restore(
     run_dir: Path,
     state: TrainState,
-    objective: NextTokenLoss,
+    objective: Objective,
     optimizer: Optimizer,
     accelerator: Accelerator,
     *,
@@ -241,9 +277,10 @@ def _data_sha256(*datasets: Dataset) -> str:
     """A hash of all tokens and labels: it changes with the data, the tokenizer, the template and the cut."""
     digest = hashlib.sha256()
     for dataset in datasets:
+        columns = [name for name in dataset.column_names if name != "origin"]
         for rows in dataset.with_format("numpy").iter(batch_size=1024):
-            for column in ("input_ids", "labels"):
-                digest.update(np.concatenate(rows[column]).astype(np.int64))
+            for column in columns:
+                digest.update(np.concatenate([np.atleast_1d(value) for value in rows[column]]).astype(np.int64))
     return digest.hexdigest()
 
 
@@ -265,7 +302,7 @@ def _require_steps_left(plan: BatchPlan, state: TrainState, config: Config) -> N
     )
 
 
-def _require_disk(run_dir: Path, objective: NextTokenLoss, *, keep: int, exports_bytes: int) -> None:
+def _require_disk(run_dir: Path, objective: Objective, *, keep: int, exports_bytes: int) -> None:
     """Checkpoints hold the trained weights and up to three tensors of their size; they must fit before training."""
     trained_bytes = sum(p.numel() * max(4, p.element_size()) for p in objective.parameters() if p.requires_grad)
     needed, free = 4 * trained_bytes * (keep + 1) + trained_bytes + exports_bytes, shutil.disk_usage(run_dir).free

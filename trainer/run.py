@@ -22,6 +22,7 @@ from trainer.checkpoint import checkpoints
 from trainer.compose import load_config
 from trainer.config.errors import UserError, require
 from trainer.config.lora import LoraInit
+from trainer.config.preference import Method
 from trainer.config.schema import Config
 from trainer.evaluate.report import print_report
 from trainer.evaluate.samples import Sample, sample_answers
@@ -29,6 +30,7 @@ from trainer.export.adapter import describe_method, write_adapter, write_model_c
 from trainer.export.merged import merged_dtype, write_merged
 from trainer.export.merged_4bit import write_merged_4bit
 from trainer.export.merged_card import write_merged_card
+from trainer.figures import perplexity
 from trainer.loop import TrainingDiverged, train
 from trainer.metrics import peak_memory_bytes
 from trainer.objective import num_targets
@@ -85,7 +87,7 @@ def export_run(run: str, *overrides: str) -> dict[str, Path]:
         prepared = prepare_run(config, run_dir, accelerator, to_export=True)
         exports = _export(prepared)
         prepared.state.eval_loss_base = prepared.state.eval_loss_base or math.nan
-        metrics = _metrics(prepared, eval_loss=prepared.training.evaluate(), wall_s=prepared.state.wall_s)
+        metrics = _metrics(prepared, evaluated=prepared.training.evaluate(), wall_s=prepared.state.wall_s)
         _write_cards(exports, config, metrics)
     return exports
 
@@ -96,23 +98,25 @@ def _train_and_finish(run: PreparedRun) -> Result:
     began = time.monotonic()
     if state.eval_loss_base is None:
         with run.model.disable_adapter() if isinstance(run.model, PeftModel) else nullcontext():
-            state.eval_loss_base = training.evaluate()
+            state.eval_base = training.evaluate()
+        state.eval_loss_base = state.eval_base.pop("loss")
         log.info("held-out loss of the base: %.4f", state.eval_loss_base)
     state.wall_s += time.monotonic() - began
     train(training, state)
     began = time.monotonic() - state.wall_s
-    eval_loss = training.evaluate()
+    evaluated = training.evaluate()
+    eval_loss = evaluated["loss"]
     if not math.isfinite(eval_loss):
         raise TrainingDiverged(f"the held-out loss after step {state.step} is {eval_loss}; start anew, lower optim.lr")
     exports = _export(run)
     rows = run.held_out_rows[: config.evaluate.samples]
     samples = sample_answers(run.model, run.tokenizer, rows, max_new_tokens=config.evaluate.max_new_tokens)
-    metrics = _metrics(run, eval_loss=eval_loss, wall_s=time.monotonic() - began)
+    metrics = _metrics(run, evaluated=evaluated, wall_s=time.monotonic() - began)
     if training.accelerator.is_main_process:
         (training.run_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         _write_cards(exports, config, metrics)
         folders = {name: str(folder) for name, folder in exports.items()}
-        print_report(metrics, samples, run_dir=str(training.run_dir), exports=folders)
+        print_report(metrics, samples, config, run_dir=str(training.run_dir), exports=folders)
     return Result(training.run_dir, metrics, exports, samples)
 
 
@@ -197,23 +201,23 @@ def _write_cards(exports: dict[str, Path], config: Config, metrics: dict[str, An
         write_card(folder, config, metrics)
 
 
-def _perplexity(loss: float) -> float:
-    """exp(loss), infinite where a float64 cannot hold it."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def _metrics(run: PreparedRun, *, eval_loss: float, wall_s: float) -> dict[str, Any]:
-    """The content of metrics.json: losses in nats a target token, times in seconds."""
-    state = run.state
+def _metrics(run: PreparedRun, *, evaluated: dict[str, float], wall_s: float) -> dict[str, Any]:
+    """The content of metrics.json: losses in nats a target token or of a preference, times in seconds."""
+    state, eval_loss = run.state, evaluated["loss"]
+    if run.training.config.preference.method is Method.none:
+        others = {"perplexity_base": perplexity(state.eval_loss_base), "perplexity": perplexity(eval_loss)}
+    else:
+        others = {f"eval_{name}_base": value for name, value in state.eval_base.items()}
+        others |= {f"eval_{name}": value for name, value in evaluated.items() if name != "loss"}
+    labels = [run.held_out[name] for name in ("labels", "rejected_labels") if name in run.held_out.column_names]
     return {
         "steps": state.step,
         "wall_s": wall_s,
         "eval_loss_base": state.eval_loss_base,
         "eval_loss": eval_loss,
-        "perplexity_base": _perplexity(state.eval_loss_base),
-        "perplexity": _perplexity(eval_loss),
+        **others,
         "eval_rows": len(run.held_out),
-        "eval_tokens": sum(num_targets(torch.tensor(labels[1:])) for labels in run.held_out["labels"]),
+        "eval_tokens": sum(num_targets(torch.tensor(row[1:])) for column in labels for row in column),
         "tokens": state.tokens,
         "tokens_per_s": state.tokens / state.train_s,
         "peak_memory_bytes": peak_memory_bytes(),

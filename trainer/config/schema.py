@@ -15,6 +15,7 @@ from trainer.config.export import EvaluateConfig, ExportConfig
 from trainer.config.lora import LoftqConfig, LoraConfig, LoraInit
 from trainer.config.model import ModelConfig
 from trainer.config.optim import OptimConfig, OptimizerName
+from trainer.config.preference import Method, PreferenceConfig
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.config.train import TrainConfig, Weights
 
@@ -46,6 +47,7 @@ class Config:
     quant: QuantConfig = field(default_factory=QuantConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     loftq: LoftqConfig = field(default_factory=LoftqConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
 
@@ -53,6 +55,31 @@ class Config:
         require(0 <= self.seed < 2**32, f"seed={self.seed}; give a whole number in 0..{2**32 - 1}")
         self._require_one_method()
         self._require_optimizer_fits()
+        self._require_preference_fits()
+
+    def _require_preference_fits(self) -> None:
+        """A preference method has its columns, and a reference that is the model before training."""
+        preference, method = self.preference, self.preference.method
+        read = {
+            Method.none: ("messages", "prompt", "completion", "text"),
+            Method.kto: ("prompt", "completion", "label"),
+        }.get(method, ("prompt", "chosen", "rejected"))
+        unread = [f"{name}={value}" for name, value in vars(self.data.columns).items() if value and name not in read]
+        require(
+            not unread,
+            f"data.columns.{', data.columns.'.join(unread)} has no effect with preference.method={method.value}, which "
+            f"reads {', '.join(read)}; leave it out, or choose another method",
+        )
+        require(
+            method is Method.none or not self.train.neftune_alpha,
+            f"train.neftune_alpha={self.train.neftune_alpha} cannot be combined with preference.method={method.value}: "
+            "log-probabilities with noise are not those that are compared; use train.neftune_alpha=0",
+        )
+        require(
+            not method.has_reference or preference.precompute or self.train.weights is Weights.lora,
+            f"train.weights={self.train.weights.value} leaves no model before training that preference.method="
+            f"{method.value} could compare with; use preference.precompute=true, train.weights=lora, or method=orpo",
+        )
 
     def _require_optimizer_fits(self) -> None:
         """The optimizer's settings have something to work on; `optim.build_optimizer` checks again, on the model."""

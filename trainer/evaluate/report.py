@@ -6,10 +6,14 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from trainer.config.schema import Config
 from trainer.evaluate.samples import Sample
+from trainer.figures import figures
 
 
-def print_report(metrics: dict[str, Any], samples: list[Sample], *, run_dir: str, exports: dict[str, str]) -> None:
+def print_report(
+    metrics: dict[str, Any], samples: list[Sample], config: Config, *, run_dir: str, exports: dict[str, str]
+) -> None:
     """A table of base against tuned, the samples side by side, and where everything lies.
 
     metrics  the content of metrics.json
@@ -17,7 +21,7 @@ def print_report(metrics: dict[str, Any], samples: list[Sample], *, run_dir: str
     """
     console = Console(highlight=False)
     console.print()
-    console.print(_figures(metrics))
+    console.print(_figures(metrics, config))
     for sample in samples:
         console.print(_side_by_side(sample))
     minutes, seconds = divmod(round(metrics["wall_s"]), 60)
@@ -30,15 +34,18 @@ def print_report(metrics: dict[str, Any], samples: list[Sample], *, run_dir: str
         console.print(f"{name:<7} {folder}", soft_wrap=True)
 
 
-def _figures(metrics: dict[str, Any]) -> Table:
+def _figures(metrics: dict[str, Any], config: Config) -> Table:
     table = Table(title=f"held-out: {metrics['eval_rows']} rows, {metrics['eval_tokens']} target tokens")
     table.add_column("")
     for name in ("base", "tuned", "change"):
         table.add_column(name, justify="right")
-    loss, base = metrics["eval_loss"], metrics["eval_loss_base"]
-    ppl, ppl_base = metrics["perplexity"], metrics["perplexity_base"]
-    table.add_row("loss (nats/token)", f"{base:.4f}", f"{loss:.4f}", f"{loss - base:+.4f}")
-    table.add_row("perplexity", f"{ppl_base:.3f}", f"{ppl:.3f}", f"{100 * (ppl / ppl_base - 1):+.1f} %")
+    for label, base, tuned in figures(metrics, config):
+        if label == "perplexity":
+            table.add_row(label, f"{base:.3f}", f"{tuned:.3f}", f"{100 * (tuned / base - 1):+.1f} %")
+        elif base is None:
+            table.add_row(label, "", f"{tuned:.4f}", "")
+        else:
+            table.add_row(label, f"{base:.4f}", f"{tuned:.4f}", f"{tuned - base:+.4f}")
     return table
 
 
