@@ -21,7 +21,7 @@ the unfused loss 0.19 % (1024 x 256, 8192 rows), for 4 % more time than the bflo
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,9 @@ class Options(NamedTuple):
     @property
     def inverse_softcap(self) -> float:
         return 1 / self.softcap if self.softcap else 0.0
+
+
+PLAIN = Options()
 
 
 def linear_cross_entropy_reference(
@@ -185,11 +188,26 @@ _IMPLEMENTATIONS = {
 }
 
 
-def _implementation(logits: Tensor) -> Callable[..., Tensor]:
+def softmax_gradient(logits: Tensor, labels: Tensor, options: Options, *, with_grad: bool) -> Tensor:
+    """By the implementation for these logits."""
     name = _cpp.choose("cross_entropy", logits.device.type)
     if name == "cpu" and logits.dtype not in _DTYPE_IDS:
         name = "reference"
-    return _IMPLEMENTATIONS[name]
+    return _IMPLEMENTATIONS[name](logits, labels, options, with_grad=with_grad)
+
+
+def chunks(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, options: Options = PLAIN
+) -> Iterator[tuple[slice, Tensor]]:
+    """z of the module's docstring, some rows at a time: the rows, and their logits in a buffer that the next reuse."""
+    num_rows = len(hidden_states)
+    chunk_rows = min(num_rows, CHUNK_ROWS if weight.is_cpu else CHUNK_ROWS_GPU)
+    buffer = hidden_states.new_empty(chunk_rows, weight.shape[0])
+    for start in range(0, num_rows, chunk_rows or 1):
+        rows = slice(start, min(start + chunk_rows, num_rows))
+        logits = buffer[: rows.stop - start]
+        _logits(hidden_states[rows], weight, bias, options, out=logits)
+        yield rows, logits
 
 
 # ---- registered op
@@ -209,27 +227,20 @@ def _chunked(
     if kept is not None:
         hidden_states, labels = hidden_states[kept], labels[kept]
     labels = labels.contiguous()
-    num_rows = len(labels)
-    chunk_rows = min(num_rows, CHUNK_ROWS if weight.is_cpu else CHUNK_ROWS_GPU)
-    buffer = hidden_states.new_empty(chunk_rows, weight.shape[0])
-    softmax_gradient = _implementation(buffer)
     with_hidden, with_weight, with_bias = wanted
     loss = torch.zeros((), dtype=torch.float64, device=weight.device)
     grad_hidden = hidden_states.new_empty(hidden_states.shape if with_hidden else 0)
     # Written by the first chunk; zeros are for no chunk at all, and one more pass over the largest tensor here.
-    new = weight.new_empty if num_rows else weight.new_zeros
+    new = weight.new_empty if len(labels) else weight.new_zeros
     grad_weight = new(weight.shape if with_weight else 0, dtype=torch.float32)
     grad_bias = weight.new_zeros(weight.shape[:1] if with_bias else 0, dtype=torch.float32)
-    for start in range(0, num_rows, chunk_rows or 1):
-        rows = slice(start, min(start + chunk_rows, num_rows))
-        logits = buffer[: rows.stop - start]
-        _logits(hidden_states[rows], weight, bias, Options(*options), out=logits)
+    for rows, logits in chunks(hidden_states, weight, bias, Options(*options)):
         losses = softmax_gradient(logits, labels[rows], Options(*options), with_grad=any(wanted))
         loss += losses.sum(dtype=torch.float64)
         if with_hidden:
             torch.mm(logits, weight, out=grad_hidden[rows])
         if with_weight:
-            add_weight_gradient(grad_weight, logits, hidden_states[rows], first=start == 0)
+            add_weight_gradient(grad_weight, logits, hidden_states[rows], first=rows.start == 0)
         if with_bias:
             grad_bias += logits.sum(0, dtype=torch.float32)
     if with_hidden and kept is not None:
@@ -358,7 +369,7 @@ def linear_cross_entropy(
                      hidden_states, weight and bias
     raises           ValueError if shapes, dtypes, devices, numbers or a label do not fit
     """
-    check(hidden_states, weight, labels, bias)
+    check("linear_cross_entropy", hidden_states, weight, labels, bias)
     if not (z_loss >= 0 and math.isfinite(z_loss) and 0 <= label_smoothing < 1):
         raise ValueError(
             f"z_loss={z_loss}, label_smoothing={label_smoothing}; linear_cross_entropy takes a finite z_loss from 0 "
@@ -377,8 +388,8 @@ def linear_cross_entropy(
     return _linear_cross_entropy(hidden_states, weight, bias, labels, ignore_index, options, wanted)[0]
 
 
-def check(hidden_states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
-    """raises ValueError unless the op can read these tensors"""
+def check(op: str, hidden_states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> None:
+    """raises ValueError unless `op` can read these tensors"""
     fit = (
         hidden_states.ndim == 2
         and weight.ndim == 2
@@ -402,7 +413,7 @@ def check(hidden_states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | 
             if tensor is not None
         )
         raise ValueError(
-            f"linear_cross_entropy got {got}; it takes hidden_states [N, in_features] and weight [vocab_size, "
+            f"{op} got {got}; it takes hidden_states [N, in_features] and weight [vocab_size, "
             "in_features] of one dtype (float32, bfloat16 or float16), labels [N] int64 and bias [vocab_size] of the "
             "weight's dtype, all on one device; use .to()"
         )

@@ -259,7 +259,7 @@ def linear_distillation(
     raises         ValueError if shapes, dtypes, devices, numbers, a label or a token id do not fit
     """
     _check_numbers(kl_weight, temperature)
-    cross_entropy.check(hidden_states, weight, labels, None)
+    cross_entropy.check("linear_distillation", hidden_states, weight, labels)
     cross_entropy.kept_rows(labels, IGNORE_INDEX, len(weight))
     _check_teacher(teacher, hidden_states, weight)
     if isinstance(teacher, TopK):

@@ -329,8 +329,8 @@ def lora_linear(
     residual     [T, sum of out_features] of x's dtype, added to the rounded result
     norm         (weight [in_features] of x's dtype, eps): multiply rms_norm(x) instead of x
     with_swiglu  multiply silu(gate) * up instead of x
-    merged       the weights hold the updates already, rounded with them (trainer/merge_aware.py): the product leaves
-                 the updates out, and the factors get the same gradients. Eager only
+    merged       the weights hold the updates already, rounded with them (trainer/qat/merge_aware.py): the product
+                 leaves the updates out, and the factors get the same gradients. Eager only
     returns      [T, sum of out_features] of x's dtype, contiguous, the projections side by side
     raises       ValueError if a shape, dtype or device does not fit
 

@@ -289,10 +289,10 @@ def _our_qlora(batch: Batch, _: str) -> Contender:
 
 def _our_qat(batch: Batch, _: str) -> Contender:
     from trainer.config.model import ModelConfig
-    from trainer.fake_quant import fake_quantize_linears
     from trainer.model import load_model
     from trainer.objective import NextTokenLoss
-    from trainer.qat_scheme import Scheme
+    from trainer.qat.fake_quant import fake_quantize_linears
+    from trainer.qat.scheme import Scheme
 
     model, _ = load_model(ModelConfig())
     scale_dtype = str(SCALE_DTYPE).removeprefix("torch.")

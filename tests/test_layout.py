@@ -24,114 +24,74 @@ ALLOWED = {
         "trainer.config",
     },
     "trainer.lora_init": {"trainer.config", "trainer.linear", "trainer.lora", "trainer.quantizer", "trainer.kernels"},
-    "trainer.loftq": {"trainer.config", "trainer.linear", "trainer.lora", "trainer.lora_init", "trainer.quantizer"},
+    "trainer.svd": set(),
+    "trainer.eva": {"trainer.config", "trainer.lora", "trainer.svd"},
+    "trainer.loftq": {"trainer.config", "trainer.lora", "trainer.quantizer", "trainer.svd"},
     "trainer.vocabulary": {"trainer.config"},
     "trainer.neftune": set(),
     "trainer.sources": {"trainer.sources", "trainer.config"},
-    "trainer.packed_linear": {
-        *("trainer.fake_weight", "trainer.linear", "trainer.qat_scheme", "trainer.quantizer", "trainer.kernels"),
-    },
-    "trainer.packed_model": {
-        *("trainer.architecture", "trainer.config", "trainer.linear", "trainer.packed_linear", "trainer.qat_scheme"),
-    },
-    "trainer.qat": {
-        *("trainer.architecture", "trainer.config", "trainer.fake_quant", "trainer.packed_model"),
-        *("trainer.qat_scheme", "trainer.rounding"),
-    },
-    "trainer.convert": {
-        *("trainer.architecture", "trainer.export", "trainer.fake_quant", "trainer.linear", "trainer.packed_linear"),
-        "trainer.packed_model",
-    },
+    "trainer.convert": {"trainer.architecture", "trainer.export", "trainer.linear", "trainer.qat"},
     "trainer.agreement": {
-        *("trainer.architecture", "trainer.config", "trainer.fake_quant", "trainer.objective", "trainer.packed_model"),
-        "trainer.serve",
+        *("trainer.architecture", "trainer.config", "trainer.objective", "trainer.qat", "trainer.serve"),
     },
     "trainer.finish": {
-        *("trainer.agreement", "trainer.architecture", "trainer.convert", "trainer.export", "trainer.packed_model"),
+        *("trainer.agreement", "trainer.architecture", "trainer.convert", "trainer.export", "trainer.qat"),
         "trainer.prepare",
     },
     "trainer.model": {
-        *("trainer.config", "trainer.linear", "trainer.lora", "trainer.packed_model", "trainer.quant_plan"),
+        *("trainer.config", "trainer.linear", "trainer.lora", "trainer.qat", "trainer.quant_plan"),
         *("trainer.quantizer", "trainer.sources", "trainer.vocabulary"),
     },
     "trainer.architecture": set(),
-    "trainer.observers": {"trainer.kernels"},
-    "trainer.rounding": set(),
-    "trainer.qat_scheme": {"trainer.observers", "trainer.quantizer", "trainer.kernels"},
-    "trainer.fake_weight": {"trainer.qat_scheme", "trainer.quantizer", "trainer.rounding", "trainer.kernels"},
-    "trainer.fake_product": {"trainer.fake_weight", "trainer.kernels"},
-    "trainer.fake_quant": {
-        *("trainer.fake_product", "trainer.fake_weight", "trainer.kernels", "trainer.observers", "trainer.qat_scheme"),
-        *("trainer.quantizer", "trainer.rounding"),
-    },
-    "trainer.merged_codes": {"trainer.fake_weight", "trainer.quantizer", "trainer.kernels"},
-    "trainer.merge_aware": {
-        *("trainer.fake_weight", "trainer.lora", "trainer.merged_codes", "trainer.qat_scheme", "trainer.quantizer"),
-        "trainer.kernels",
-    },
-    "trainer.qat_lora": {
-        *("trainer.config", "trainer.fake_quant", "trainer.lora", "trainer.merge_aware", "trainer.qat_scheme"),
+    "trainer.qat": {
+        *("trainer.architecture", "trainer.config", "trainer.kernels", "trainer.linear", "trainer.lora"),
+        *("trainer.qat", "trainer.quantizer"),
     },
     "trainer.fused_decoder": {
-        *("trainer.architecture", "trainer.linear", "trainer.lora", "trainer.merge_aware", "trainer.kernels"),
+        *("trainer.architecture", "trainer.linear", "trainer.lora", "trainer.qat", "trainer.kernels"),
     },
     "trainer.objective": {
-        *("trainer.architecture", "trainer.data", "trainer.fake_quant", "trainer.fused_decoder", "trainer.kernels"),
+        *("trainer.architecture", "trainer.data", "trainer.qat", "trainer.fused_decoder", "trainer.kernels"),
         "trainer.neftune",
     },
+    "trainer.preference": {"trainer.config", "trainer.data", "trainer.objective"},
+    "trainer.reference": {"trainer.data", "trainer.preference"},
+    "trainer.figures": {"trainer.config"},
     "trainer.teacher_cache": {
         *("trainer.config", "trainer.kernels", "trainer.linear", "trainer.objective", "trainer.sources"),
     },
     "trainer.distillation": {
-        "trainer.config",
-        "trainer.fake_quant",
-        "trainer.kernels",
-        "trainer.objective",
-        "trainer.teacher_cache",
+        *("trainer.config", "trainer.qat", "trainer.kernels", "trainer.objective", "trainer.teacher_cache"),
     },
     "trainer.data": {"trainer.data", "trainer.config"},
-    "trainer.trained_scales": {"trainer.linear", "trainer.qat_scheme", "trainer.quantizer"},
-    "trainer.activation_stream": set(),
-    "trainer.block_training": {
-        *("trainer.config", "trainer.fake_quant", "trainer.linear", "trainer.qat_scheme", "trainer.quantizer"),
-    },
-    "trainer.block_files": {
-        *("trainer.block_training", "trainer.config", "trainer.linear", "trainer.qat_scheme", "trainer.quantizer"),
-    },
-    "trainer.blockwise": {
-        *("trainer.activation_stream", "trainer.block_files", "trainer.block_training", "trainer.config"),
-        *("trainer.data", "trainer.fused_decoder", "trainer.objective", "trainer.qat_scheme", "trainer.quantizer"),
-    },
-    "trainer.prepare_scales": {
-        *("trainer.block_files", "trainer.block_training", "trainer.blockwise", "trainer.config", "trainer.evaluate"),
-        *("trainer.linear", "trainer.objective", "trainer.qat", "trainer.qat_scheme", "trainer.trained_scales"),
-    },
     "trainer.optim": {"trainer.config"},
     "trainer.master_weights": {"trainer.config", "trainer.optim"},
     "trainer.metrics": {"trainer.config"},
-    "trainer.checkpoint": {"trainer.config", "trainer.fake_quant"},
+    "trainer.checkpoint": {"trainer.config", "trainer.qat"},
     "trainer.export": {
-        *("trainer.architecture", "trainer.config", "trainer.export", "trainer.kernels", "trainer.linear"),
-        *("trainer.lora", "trainer.model", "trainer.packed_linear", "trainer.packed_model", "trainer.qat_scheme"),
-        *("trainer.quant_plan", "trainer.quantizer", "trainer.vocabulary"),
-        *("trainer.merge_aware", "trainer.qat_lora"),
+        *("trainer.architecture", "trainer.config", "trainer.export", "trainer.figures", "trainer.kernels"),
+        *("trainer.linear", "trainer.lora", "trainer.model", "trainer.qat", "trainer.quant_plan"),
+        *("trainer.quantizer", "trainer.vocabulary"),
     },
     "trainer.serve": {
-        *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.export", "trainer.fake_quant"),
-        *("trainer.kernels", "trainer.linear", "trainer.lora", "trainer.model", "trainer.quantizer", "trainer.serve"),
-        *("trainer.packed_linear", "trainer.packed_model", "trainer.qat_scheme", "trainer.settings"),
-        "trainer.vocabulary",
+        *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.export", "trainer.kernels"),
+        *("trainer.linear", "trainer.lora", "trainer.model", "trainer.qat", "trainer.quantizer", "trainer.serve"),
+        *("trainer.settings", "trainer.vocabulary"),
     },
     "trainer.evaluate": {
-        *("trainer.architecture", "trainer.data", "trainer.evaluate", "trainer.fake_weight", "trainer.linear"),
-        *("trainer.lora", "trainer.merge_aware", "trainer.merged_codes", "trainer.objective", "trainer.packed_linear"),
+        *("trainer.architecture", "trainer.config", "trainer.data", "trainer.evaluate", "trainer.figures"),
+        *("trainer.linear", "trainer.lora", "trainer.metrics", "trainer.objective", "trainer.qat"),
+    },
+    "trainer.blockwise": {
+        *("trainer.blockwise", "trainer.config", "trainer.data", "trainer.evaluate", "trainer.fused_decoder"),
+        *("trainer.linear", "trainer.objective", "trainer.qat", "trainer.quantizer"),
     },
     "trainer.loop": {
         *("trainer.checkpoint", "trainer.config", "trainer.data", "trainer.metrics", "trainer.objective"),
         "trainer.optim",
     },
 }
-"""Module or folder -> what it may import of ours. prepare, run, __main__ and scripts/ may import everything."""
+"""Module or folder -> what it may import of ours. prepare, prepare_weights, run, __main__, scripts/ may import all."""
 
 
 def modules() -> list[Path]:
@@ -158,7 +118,7 @@ def imported(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_flow_one_way(path):
     group = group_of(path)
-    if group in ("trainer.__init__", "trainer.__main__", "trainer.prepare", "trainer.run"):
+    if group in ("trainer.__init__", "trainer.__main__", "trainer.prepare", "trainer.prepare_weights", "trainer.run"):
         return
     assert group in ALLOWED, f"{path} has no place in the import order; add it to ALLOWED and docs/decisions.md"
     assert imported(path) <= ALLOWED[group]

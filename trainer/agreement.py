@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.architecture import base_model, why_unsupported
 from trainer.config.errors import UserError
-from trainer.fake_quant import fake_quantize_kv_cache, head_operands
 from trainer.objective import NextTokenLoss
-from trainer.packed_model import packed_layers, scheme_of_layer
+from trainer.qat.fake_quant import fake_quantize_kv_cache, head_operands
+from trainer.qat.packed_model import packed_layers, scheme_of_layer
 from trainer.serve.llm import LLM
 from trainer.serve.sampling_params import SamplingParams
 

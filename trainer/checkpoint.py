@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainer.config.errors import UserError, require
-from trainer.fake_quant import fake_quant_layers
+from trainer.qat.fake_quant import fake_quant_layers
 
 
 @dataclass
@@ -36,12 +36,12 @@ class TrainState:
     wall_s: float = 0.0
     """Seconds since the run began, all its sessions added up."""
     eval_loss_base: float | None = None
+    eval_base: dict[str, float] = field(default_factory=dict)
+    """The base's other held-out figures, which preference methods and distillation have."""
     eval_loss_rounded: float | None = None
     """Quantization-aware training: the held-out loss of the base rounded to nearest."""
-    eval_metrics_base: dict[str, float] = field(default_factory=dict)
-    """What the objective measured beside `eval_loss_base`; see `loop.drained_metrics`."""
-    eval_metrics_rounded: dict[str, float] = field(default_factory=dict)
-    """The same beside `eval_loss_rounded`."""
+    eval_rounded: dict[str, float] = field(default_factory=dict)
+    """Its other held-out figures, as in `eval_base`."""
     world_size: int = 1
     dtype: str = ""
     """The compute dtype; `model.dtype=auto` may choose another on another machine."""

@@ -16,10 +16,10 @@ from torch.nn.functional import linear
 
 from trainer.architecture import active_module, base_layer, base_model
 from trainer.export.merged import merge_layer, token_rows
-from trainer.fake_quant import FakeQuantEmbedding
 from trainer.linear import QuantLinear
-from trainer.packed_linear import Packed, PackedEmbedding, PackedLinear, pack_layer
-from trainer.packed_model import packed_layers, scheme_of_layer
+from trainer.qat.fake_quant import FakeQuantEmbedding
+from trainer.qat.packed_linear import Packed, PackedEmbedding, PackedLinear, pack_layer
+from trainer.qat.packed_model import packed_layers, scheme_of_layer
 
 PROBE_ROWS = 512
 """Rows of the unit matrix, or of random inputs, that go through a layer at a time."""

@@ -12,7 +12,7 @@ compare, and measures the divergence beside it.
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer.config.distill import DistillConfig, DistillTokens, Divergence
-from trainer.fake_quant import head_operands
 from trainer.kernels.distill_loss import Sums, TopK, Whole, distillation, linear_distillation
 from trainer.objective import NextTokenLoss, num_targets
+from trainer.qat.fake_quant import head_operands
 from trainer.teacher_cache import COLUMN, TeacherCache, followed
 
 log = logging.getLogger(__name__)
@@ -48,11 +48,14 @@ class DistillationLoss(nn.Module):
         said = self._cache.read([row[COLUMN] for row in rows])
         return {**batch, "teacher_ids": said.ids.to(device), "teacher_log_probs": said.log_probs.to(device)}
 
-    def count(self, batch: dict[str, Tensor]) -> int:
+    def count(self, batch: dict[str, Any]) -> list[int]:
         """In training all followed tokens, in evaluation the targets; see forward."""
         if self.training and self._config.tokens is DistillTokens.all:
-            return len(followed(batch["labels"], batch["cu_seqlens"], DistillTokens.all))
-        return num_targets(batch["labels"])
+            return [len(followed(batch["labels"], batch["cu_seqlens"], DistillTokens.all))]
+        return [num_targets(batch["labels"])]
+
+    def look_ahead(self, batches: Sequence[dict[str, Any]], reduce: Callable[[Tensor], Tensor]) -> None:
+        """Nothing here depends on the other batches of a step."""
 
     def forward(
         self,
@@ -76,7 +79,7 @@ class DistillationLoss(nn.Module):
         self._measure("cross_entropy", sums.cross_entropy, num_targets(labels))
         return sums.loss if self.training else sums.cross_entropy.float()
 
-    def drain_metrics(self) -> dict[str, tuple[float, int]]:
+    def drain_metrics(self) -> dict[str, tuple[float, float]]:
         """Sums and counts since the last call: `kl` in nats over the followed tokens, without temperature^2, and in
         training `cross_entropy` over the targets, which in evaluation is the loss itself."""
         measured, self._measured = self._measured, _nothing()

@@ -27,8 +27,8 @@ from trainer.architecture import base_model
 from trainer.convert import convert, decoded
 from trainer.export.merged import merged_dtype, write_merged
 from trainer.export.quantized import describe_schemes, write_quantized
-from trainer.packed_model import packed_layers, packed_sha256, scheme_of_layer
 from trainer.prepare import PreparedRun
+from trainer.qat.packed_model import packed_layers, packed_sha256, scheme_of_layer
 
 log = logging.getLogger(__name__)
 

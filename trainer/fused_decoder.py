@@ -30,7 +30,7 @@ from trainer.kernels.rope import rope
 from trainer.kernels.swiglu import swiglu
 from trainer.linear import QuantLinear
 from trainer.lora import LoraLinear, frozen_weight
-from trainer.merge_aware import MergeAwareLinear
+from trainer.qat.merge_aware import MergeAwareLinear
 
 
 class FusedDecoder:

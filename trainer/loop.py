@@ -1,7 +1,7 @@
 """The one training loop, for every method: methods differ in how a model is prepared and finished.
 
     step s:  rows = plan.micro_batches(s)     a pure function of (seed, s): nothing to save, nothing to lose
-             loss = sum of losses / target tokens of the whole step, over micro-steps and processes
+             loss = sum of losses / target tokens (or pairs) of the whole step, over micro-steps and processes
              clip, step, log; evaluate, checkpoint when due
 
 accelerate owns processes and devices. A step is atomic: Ctrl-C or SIGTERM lets it end, then saves.
@@ -26,8 +26,8 @@ from torch import nn
 
 from trainer.checkpoint import TrainState, checkpoints, save_checkpoint
 from trainer.config.schema import Config
-from trainer.data.loader import BatchPlan, group_by_length
-from trainer.metrics import MetricSink, ProgressLine, peak_memory_bytes
+from trainer.data.loader import BatchPlan, group_by_length, row_len
+from trainer.metrics import MetricSink, ProgressLine, mean_over_processes, peak_memory_bytes
 from trainer.optim import (
     Optimizer,
     averaged_weights,
@@ -54,7 +54,8 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass
 class Training:
-    """What the loop works on. `objective` maps a batch to its summed loss; its trainable parameters are optimised."""
+    """What the loop works on. `objective` maps a batch to its summed losses, see objective.py; its trainable parameters
+    are optimised."""
 
     config: Config
     run_dir: Path
@@ -67,8 +68,8 @@ class Training:
     max_pass_tokens: int
     """`train.max_pass_tokens`, resolved."""
     sinks: list[MetricSink]
-    evaluate: Callable[[], float]
-    """Held-out loss, for `train.eval_every`."""
+    evaluate: Callable[[], dict[str, float]]
+    """Held-out figures, `loss` the first, for `train.eval_every`."""
     before_step: Callable[[int], None] | None = None
     """Called with the 0-based number of each step before it is taken: what changes on the way, such as QAT's start."""
 
@@ -111,7 +112,7 @@ def train(run: Training, state: TrainState) -> TrainState:
             if run.before_step is not None:
                 run.before_step(state.step)
             lr = learning_rate(state.step, plan.num_steps, run.config.optim)
-            num_tokens, loss, grad_norm = optimizer_step(run, step=state.step, lr=lr)
+            num_tokens, loss, grad_norm, measured = optimizer_step(run, step=state.step, lr=lr)
             step_s = time.monotonic() - began
             state.step += 1
             state.tokens += num_tokens
@@ -125,16 +126,14 @@ def train(run: Training, state: TrainState) -> TrainState:
                 "tokens": state.tokens,
                 "tokens_per_s": num_tokens / step_s,
                 "peak_memory_bytes": peak_memory_bytes(),
-                **drained_metrics(run.objective, run.accelerator),
+                **measured,
             }
             if config.log_row_ids:
                 metrics["row_ids"] = plan.row_ids(state.step - 1)
             last = state.step == plan.num_steps
             if config.eval_every and state.step % config.eval_every == 0 and not last:
                 with averaged_weights(run.optimizer):
-                    metrics["eval_loss"] = run.evaluate()
-                drained = drained_metrics(run.objective, run.accelerator)
-                metrics |= {f"eval_{name}": mean for name, mean in drained.items()}
+                    metrics |= {f"eval_{name}": value for name, value in run.evaluate().items()}
                 run.objective.train()
             for sink in run.sinks:
                 sink.log(metrics)
@@ -155,25 +154,28 @@ def train(run: Training, state: TrainState) -> TrainState:
     return state
 
 
-def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, float]:
-    """Step `step` (0-based) of the plan; returns its tokens, mean loss over targets and gradient norm, all processes.
+def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, float, dict[str, float]]:
+    """Step `step` (0-based) of the plan; returns its tokens, mean loss, gradient norm and what the objective measured.
+
+    All are of all processes. The objective's sums are each divided by its count, and added.
 
     raises  TrainingDiverged, before any weight has changed
     """
-    accelerator = run.accelerator
+    accelerator, objective = run.accelerator, run.accelerator.unwrap_model(run.objective)
     micro_rows = [[run.dataset[i] for i in ids] for ids in run.plan.micro_batches(step, accelerator.process_index)]
     passes = [rows for micro in micro_rows for rows in group_by_length(micro, run.max_pass_tokens)]
-    objective = accelerator.unwrap_model(run.objective)
-    batches = [objective.collate(rows, accelerator.device) for rows in passes]
-    counts = [sum(len(row["input_ids"]) for rows in passes for row in rows)]
-    counts += [sum(objective.count(batch) for batch in batches)]
-    num_tokens, target_tokens = accelerator.reduce(torch.tensor(counts, device=accelerator.device), "sum").tolist()
+    batches = [objective.collate(rows, device=accelerator.device) for rows in passes]
+    counts = [sum(row_len(row) for rows in passes for row in rows)]
+    counts += [sum(each) for each in zip(*(objective.count(batch) for batch in batches), strict=True)]
+    num_tokens, *divisors = accelerator.reduce(torch.tensor(counts, device=accelerator.device), "sum").tolist()
+    # data parallelism averages gradients over processes; the sum is wanted
+    shares = torch.tensor([accelerator.num_processes / divisor for divisor in divisors], device=accelerator.device)
+    objective.look_ahead(batches, accelerator.reduce)
     total = torch.zeros((), device=accelerator.device)
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         with nullcontext() if last else accelerator.no_sync(run.objective):
-            # data parallelism averages gradients over processes; the sum is wanted
-            loss = run.objective(**batch) * (accelerator.num_processes / target_tokens)
+            loss = (run.objective(**batch) * shares).sum()
             accelerator.backward(loss)
             total += loss.detach()
     loss = accelerator.reduce(total, "mean").item()
@@ -188,16 +190,7 @@ def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, 
     set_learning_rate(run.optimizer, lr)
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return num_tokens, loss, grad_norm
-
-
-def drained_metrics(objective: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-    """Means, over all processes, of what the objective measured beside its loss since the last call."""
-    drained = accelerator.unwrap_model(objective).drain_metrics()
-    if not drained:
-        return {}
-    sums = accelerator.reduce(torch.tensor(list(drained.values()), dtype=torch.float64, device=accelerator.device))
-    return {name: total / count for name, (total, count) in zip(drained, sums.tolist(), strict=True) if count}
+    return num_tokens, loss, grad_norm, mean_over_processes(objective.drain_metrics(), accelerator)
 
 
 def _clip(run: Training) -> float:

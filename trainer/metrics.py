@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -107,6 +108,18 @@ def open_sinks(config: Config, run_dir: Path, *, keep_steps: int) -> list[Metric
         case Tracker.tensorboard:
             sinks.append(TensorboardSink(run_dir))
     return sinks
+
+
+def mean_over_processes(sums: dict[str, tuple[float, float]], accelerator: Accelerator) -> dict[str, float]:
+    """Figure -> mean, of each process's sums and counts; a figure that nobody counted is left out.
+
+    sums  the same names in every process
+    """
+    if not sums:
+        return {}
+    totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=accelerator.device)
+    means = zip(sums, accelerator.reduce(totals, "sum").tolist(), strict=True)
+    return {name: total / count for name, (total, count) in means if count}
 
 
 def peak_memory_bytes() -> int:

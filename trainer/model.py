@@ -18,7 +18,7 @@ from trainer.config.errors import UserError, require
 from trainer.config.model import DType, ModelConfig
 from trainer.config.quant import Codebook, MixedBits, QuantConfig
 from trainer.linear import Pack, QuantizationSummary, linears_to_pack, pack_nearest, quantize_linears
-from trainer.packed_model import open_packed, packed_entry
+from trainer.qat.packed_model import open_packed, packed_entry
 from trainer.quant_plan import QuantPlan, error_gain, first_layers, log_plan, most_gaining_layers
 from trainer.quantizer import Quantizer
 from trainer.sources.resolve import resolve_model

@@ -2,24 +2,29 @@
 
 The sum, not the mean: the loop divides by the target tokens of the whole step, over all micro-steps and processes, so
 that accumulation and data parallelism equal the large batch. Only target positions reach the output head.
+
+An objective is a module and four answers, which the loop and the evaluation ask for (preference.py has others):
+`collate` makes a batch of rows, `count` says what each summed loss of a batch is divided by, `look_ahead` may read all
+batches of a step before the first is trained on, and `drain_metrics` tells what else was measured.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 
 from trainer.architecture import active_module, base_model
 from trainer.data.loader import collate
-from trainer.fake_quant import head_operands
 from trainer.fused_decoder import FusedDecoder, document_positions
 from trainer.kernels.cross_entropy import linear_cross_entropy
+from trainer.kernels.token_log_probs import token_log_probs
 from trainer.neftune import EmbeddingNoise
+from trainer.qat.fake_quant import head_operands
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +38,12 @@ sums gives over 30 layers."""
 def num_targets(labels: Tensor) -> int:
     """How many positions of `labels` [T] are predicted; a document's first label is -100 (see `collate`)."""
     return int((labels != IGNORE_INDEX).sum())
+
+
+def targets_of_documents(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[B] int64: how many positions of each document are predicted."""
+    before = pad((labels != IGNORE_INDEX).cumsum(0), (1, 0))  # [T + 1]
+    return before[cu_seqlens.long()].diff()
 
 
 class NextTokenLoss(nn.Module):
@@ -49,7 +60,7 @@ class NextTokenLoss(nn.Module):
         """
         super().__init__()
         self.model = model
-        with _evaluating(model):
+        with evaluating(model):
             self._decoder = self._fused_decoder(decoded_bytes)
             self.fused_head = self._fused_equals_logits()
         if not self.fused_head:
@@ -84,6 +95,22 @@ class NextTokenLoss(nn.Module):
             return linear_cross_entropy(*head_operands(self.head, hidden_states), targets)
         return cross_entropy(self.logits(input_ids, cu_seqlens, keep).float(), targets, reduction="sum")
 
+    def log_probs(self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Log-probability of each document's targets, given all that stands before them; documents as in `forward`.
+
+        returns  [B] float64, in nats, 0 for a document without a target: differences of such sums are what counts
+        """
+        keep = (labels[1:] != IGNORE_INDEX).nonzero()[:, 0]
+        targets = labels[keep + 1]
+        if self.fused_head:
+            hidden_states = self.hidden_states(input_ids, cu_seqlens, keep)
+            tokens = token_log_probs(*head_operands(self.head, hidden_states), targets)
+        else:
+            logits = self.logits(input_ids, cu_seqlens, keep).float()
+            tokens = -cross_entropy(logits, targets, reduction="none")
+        lengths = targets_of_documents(labels, cu_seqlens)
+        return torch.segment_reduce(tokens.double(), "sum", lengths=lengths, unsafe=True)  # in order, unlike index_add
+
     def hidden_states(self, input_ids: Tensor, cu_seqlens: Tensor, positions: Tensor) -> Tensor:
         """What the output head is given at some positions of documents.
 
@@ -100,16 +127,21 @@ class NextTokenLoss(nn.Module):
         padded, place = _pad(input_ids, cu_seqlens)
         return self.model(input_ids=padded, use_cache=False).logits.flatten(0, 1)[place[positions]]
 
+    # ---- what the loop asks an objective for
+
     def collate(self, rows: Sequence[dict[str, Any]], device: torch.device | str | None = None) -> dict[str, Tensor]:
-        """Rows of the data as the arguments of forward; no rows are a batch without a target."""
+        """What `forward` takes; see `loader.collate`."""
         return collate(rows, device)
 
-    def count(self, batch: dict[str, Tensor]) -> int:
-        """What the sum over `batch` is divided by, added up over a step."""
-        return num_targets(batch["labels"])
+    def count(self, batch: dict[str, Any]) -> list[int]:
+        """What each sum of `forward` is divided by, once all of a step's are added up: here target tokens."""
+        return [num_targets(batch["labels"])]
 
-    def drain_metrics(self) -> dict[str, tuple[float, int]]:
-        """Name -> (sum, count) of what was measured since the last call; the same names in all processes."""
+    def look_ahead(self, batches: Sequence[dict[str, Any]], reduce: Callable[[Tensor], Tensor]) -> None:
+        """Nothing here depends on the other batches of a step."""
+
+    def drain_metrics(self) -> dict[str, tuple[float, float]]:
+        """Figure -> sum and count since the last call; the same names in every process."""
         return {}
 
     def _announce(self, cu_seqlens: Tensor) -> None:
@@ -131,6 +163,11 @@ class NextTokenLoss(nn.Module):
             return self._decoder(input_ids, cu_seqlens)
         padded, place = _pad(input_ids, cu_seqlens)
         return self._transformers_hidden_states(padded).flatten(0, 1)[place]
+
+    def _logits(self, input_ids: Tensor, cu_seqlens: Tensor, keep: Tensor) -> Tensor:
+        """[N, vocab_size] float32, of the model's own head at the places `keep` [N]"""
+        padded, place = _pad(input_ids, cu_seqlens)
+        return self.model(input_ids=padded, use_cache=False).logits.flatten(0, 1)[place[keep]].float()
 
     def _transformers_hidden_states(self, input_ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, hidden_size]"""
@@ -168,8 +205,8 @@ class NextTokenLoss(nn.Module):
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Two forwards can be compared only without dropout, which an adapter that does not start at zero would show."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout: two forwards can be compared only so, since an adapter that starts apart from zero drops."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     yield

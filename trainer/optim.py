@@ -156,7 +156,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         kind = name.rpartition(".")[2]
         if kind in ("zeros", "soft_rounding"):
             lr_scale = CODE_LR / config.lr
-        beside = kind in ("scales", "input_scale", "zeros", "soft_rounding")  # see fake_quant.py
+        beside = kind in ("scales", "input_scale", "zeros", "soft_rounding")  # see qat/fake_quant.py
         weight_decay = config.weight_decay if param.ndim >= 2 and not beside else 0.0
         hidden = inside and param.ndim == 2 and not beside and not any(p.startswith("lora_") for p in name.split("."))
         key = (lr_scale, weight_decay, hidden)

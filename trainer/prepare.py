@@ -12,47 +12,37 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trainer.blockwise.prepare import prepare_scales
 from trainer.checkpoint import TrainState, checkpoints, load_checkpoint
 from trainer.compose import save_config
 from trainer.config.errors import require
-from trainer.config.lora import LoraInit
-from trainer.config.quant import Codebook
+from trainer.config.preference import Method
 from trainer.config.schema import Config
 from trainer.config.train import Weights
 from trainer.data.chat import tokenize_rows
 from trainer.data.formats import Row, load_rows
 from trainer.data.loader import BatchPlan
+from trainer.data.preference import tokenize_preferences
+from trainer.data.preference_rows import Preference, answers_to_show, load_preferences
 from trainer.distillation import DistillationLoss, LiveTeacher, copy_teacher
-from trainer.evaluate.perplexity import held_out_loss
-from trainer.export.base_codes import FILE_NAME as BASE_CODES
-from trainer.export.base_codes import load_base_codes, write_base_codes
+from trainer.evaluate.perplexity import held_out_figures
 from trainer.export.merged import export_bytes
 from trainer.kernels._cpp import choose
-from trainer.linear import pack_nearest, weights_sha256
-from trainer.loftq import Loftq, measure_input_scales
+from trainer.linear import weights_sha256
 from trainer.loop import Training
-from trainer.lora import Factors, attach_lora
-from trainer.lora_init import (
-    initialize_eva,
-    load_directions,
-    load_factors,
-    pack_residual,
-    principal_factors,
-    restore_eva,
-    save_factors,
-)
 from trainer.master_weights import with_master_weights
 from trainer.metrics import open_sinks
-from trainer.model import load_model, prepare_model
+from trainer.model import load_model
 from trainer.objective import NextTokenLoss
 from trainer.optim import Optimizer, build_optimizer, default_learning_rate, require_device
-from trainer.packed_model import packed_layers
-from trainer.prepare_scales import prepare_scales
-from trainer.qat import QatSchedule, calibrate, layer_schemes, prepare_qat, require_kv_cache
-from trainer.qat_lora import attach_merge_aware
+from trainer.preference import Objective, build_objective
+from trainer.prepare_weights import prepare_weights
+from trainer.qat.packed_model import packed_layers
+from trainer.qat.prepare import QatSchedule, calibrate, require_kv_cache
+from trainer.reference import with_reference
 from trainer.teacher_cache import TeacherCache, cache_teacher, with_places
 
 log = logging.getLogger(__name__)
@@ -89,7 +79,7 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     if not accelerator.is_main_process:
         logging.getLogger("trainer").setLevel(logging.WARNING)
     require_device(config.optim, accelerator.device)
-    rows, held_out_rows = load_rows(config.data, config.seed)
+    rows, held_out_rows = _load_rows(config)
     model, tokenizer = load_model(config.model)
     require(
         not packed_layers(model),
@@ -97,48 +87,31 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         "would be lost; train from the 16-bit model that it was made from",
     )
     _require_positions(model, config)
-    dataset = tokenize_rows(rows, tokenizer, config.data.max_seq_len)
-    held_out = tokenize_rows(held_out_rows, tokenizer, config.data.max_seq_len)
+    dataset, held_out = (_tokenize(each, rows, tokenizer, config) for each in (rows, held_out_rows))
     teacher = _teacher(model, [dataset, held_out], config, accelerator) if config.distill.enabled else None
     if isinstance(teacher, TeacherCache):
         dataset, held_out = with_places([dataset, held_out])
+    if config.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    losses = None
     if config.train.weights is Weights.scales:
         if config.blockwise.epochs and accelerator.is_main_process and not to_export:
-            save_config(
-                config, run_dir / "config.yaml"
-            )  # before the loop: its blocks are what a resumed run goes on from
+            save_config(config, run_dir / "config.yaml")  # its finished blocks are what a resumed run goes on from
         losses = prepare_scales(
             *(model, dataset, held_out, config, run_dir, accelerator),
             max_pass_tokens=_max_pass_tokens(config, accelerator),
             measure=not checkpoints(run_dir),
         )
-    else:
-        start = _pack(model, dataset, config, run_dir, accelerator)
-    if config.train.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.train.weights is Weights.lora:
-        token_ids = tokenizer.convert_tokens_to_ids(config.model.add_tokens)
-        _warn_of_unseen(dict(zip(config.model.add_tokens, token_ids, strict=True)), dataset)
-        options = {"seed": config.seed, "start": start, "token_ids": token_ids}
-        if config.qat.enabled:
-            trained = attach_merge_aware(model, config.lora, layer_schemes(model, config.qat), **options)
-        else:
-            trained = attach_lora(model, config.lora, **options)
-        trained.to(accelerator.device)
-        if config.lora.init is LoraInit.eva:
-            _start_from_activations(trained, dataset, config, run_dir, accelerator)
-    elif config.train.weights is Weights.scales:
         trained = model.to(accelerator.device)
     else:
-        trained = model.requires_grad_(True)
-        if config.qat.enabled:
-            prepare_qat(trained, config.qat)
-        trained.to(accelerator.device)
-    objective = NextTokenLoss(
+        trained = prepare_weights(model, tokenizer, dataset, config, run_dir, accelerator)
+    next_token = NextTokenLoss(
         trained, decoded_bytes=config.train.decoded_mb << 20, neftune_alpha=config.train.neftune_alpha
     )
-    if teacher is not None:
-        objective = DistillationLoss(objective, config.distill, teacher)
+    if teacher is None:
+        objective = build_objective(next_token, config.preference)
+    else:
+        objective = DistillationLoss(next_token, config.distill, teacher)
     optim = replace(config.optim, lr=config.optim.lr or _default_learning_rate(model, config))
     optimizer = with_master_weights(build_optimizer(objective, optim))
     _require_disk(
@@ -162,6 +135,9 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         kernels=choose("codebook4", accelerator.device.type),
         max_pass_tokens=_max_pass_tokens(config, accelerator),
     )
+    if config.preference.precompute:
+        datasets = _with_reference(objective, {"train": dataset, "held_out": held_out}, run_dir, accelerator, state)
+        dataset, held_out = datasets["train"], datasets["held_out"]
     qat = None
     if config.qat.enabled:
         qat = QatSchedule.of(trained, config.qat, num_steps=max(1, plan.num_steps), seed=config.seed)
@@ -169,15 +145,15 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
             require_kv_cache(objective)
         if not checkpoints(run_dir):
             calibrate(objective, _calibration_batches(objective, dataset, config, accelerator))
-    if config.train.weights is Weights.scales and losses is not None:
+    if losses is not None:
         state.eval_loss_base, state.eval_loss_rounded = losses
     state = _restore(run_dir, state, objective, optimizer, accelerator, seed=config.seed)
     objective = accelerator.prepare(objective)
     _require_steps_left(plan, state, config)
     writes = accelerator.is_main_process and not to_export
 
-    def evaluate() -> float:
-        return held_out_loss(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
+    def evaluate() -> dict[str, float]:
+        return held_out_figures(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
 
     training = Training(
         config=replace(config, optim=optim),
@@ -194,11 +170,11 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     )
     if writes:  # last, so that a folder with a config is a run that can be resumed
         save_config(config, run_dir / "config.yaml")
-    return PreparedRun(training, trained, tokenizer, held_out, held_out_rows, state, qat)
+    return PreparedRun(training, trained, tokenizer, held_out, answers_to_show(held_out_rows), state, qat)
 
 
 def _calibration_batches(
-    objective: nn.Module, dataset: Dataset, config: Config, accelerator: Accelerator
+    objective: Objective, dataset: Dataset, config: Config, accelerator: Accelerator
 ) -> Iterator[dict[str, Tensor]]:
     """The first training rows, a micro-step's at a time, the same on each process."""
     ids, size = range(min(config.qat.calibration_rows or CALIBRATION_ROWS, len(dataset))), config.train.batch_size
@@ -223,69 +199,23 @@ def _teacher(
     return LiveTeacher(teacher.to(accelerator.device))
 
 
-def _pack(
-    model: PreTrainedModel, dataset: Dataset, config: Config, run_dir: Path, accelerator: Accelerator
-) -> Factors | None:
-    """Pack the base; returns where the adapter starts, if not plain.
-
-    One process of a new LoftQ run chooses codes and factors; the others, and a resumed run, read them.
-    """
-    with accelerator.main_process_first():
-        if not config.loftq.iterations:
-            start = _principal_factors(model, config, run_dir, accelerator)
-            if config.quant.codebook is not Codebook.none:
-                prepare_model(
-                    model, config.quant, pack=pack_nearest if start is None else pack_residual(start, config.lora)
-                )
-                if start is not None and accelerator.is_main_process:
-                    write_base_codes(model, start, run_dir)
-            return start
-        if checkpoints(run_dir) or not accelerator.is_main_process:
-            prepare_model(model, config.quant)
-            if (run_dir / BASE_CODES).is_file():
-                load_base_codes(model, run_dir)
-            return load_factors(run_dir)
-        rows = dataset[: config.loftq.calibration_rows]["input_ids"]
-        loftq = Loftq(config.loftq, config.lora, measure_input_scales(model, rows), accelerator.device)
-        prepare_model(model, config.quant, pack=loftq)
-        loftq.finish()
-        loftq.write_report(run_dir / "loftq.json")
-        write_base_codes(model, loftq.changed, run_dir)
-        save_factors(run_dir, loftq.factors)
-        return loftq.factors
+def _load_rows(config: Config) -> tuple[list[Row] | list[Preference], list[Row] | list[Preference]]:
+    """What `preference.method` trains on, and what is held out."""
+    if config.preference.method is Method.none:
+        return load_rows(config.data, config.seed)
+    return load_preferences(config.data, config.preference.method, config.seed)
 
 
-def _principal_factors(
-    model: PreTrainedModel, config: Config, run_dir: Path, accelerator: Accelerator
-) -> Factors | None:
-    """What PiSSA or OLoRA takes out of the weights: computed once in a run, then read; None for other starts."""
-    if config.lora.init not in (LoraInit.pissa, LoraInit.olora):
-        return None
-    if checkpoints(run_dir) or not accelerator.is_main_process:
-        return load_factors(run_dir)
-    factors = principal_factors(model, config.lora)
-    save_factors(run_dir, factors)
-    return factors
-
-
-def _start_from_activations(
-    model: PeftModel, dataset: Dataset, config: Config, run_dir: Path, accelerator: Accelerator
-) -> None:
-    """EVA's ranks and directions: computed once in a run, then read."""
-    with accelerator.main_process_first():
-        if accelerator.is_main_process and not checkpoints(run_dir):
-            save_factors(run_dir, initialize_eva(model, dataset, seed=config.seed))
-        restore_eva(model, load_directions(run_dir))
-
-
-def _warn_of_unseen(tokens: dict[str, int], dataset: Dataset) -> None:
-    """Say which added tokens no training row holds: their rows stay the mean of the others."""
-    unseen = set(tokens.values())
-    for row in dataset["input_ids"] if unseen else ():
-        unseen -= set(row)
-    if unseen:
-        names = [token for token, index in tokens.items() if index in unseen]
-        log.warning("model.add_tokens has %s, which no training row holds; nothing is learned about them", names)
+def _tokenize(
+    rows: list[Row] | list[Preference],
+    train: list[Row] | list[Preference],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+) -> Dataset:
+    """`rows` as the objective takes them; KTO may need an answer of a training row."""
+    if config.preference.method is Method.none:
+        return tokenize_rows(rows, tokenizer, config.data.max_seq_len)
+    return tokenize_preferences(rows, tokenizer, config.data.max_seq_len, donors=train)
 
 
 def _default_learning_rate(model: PreTrainedModel, config: Config) -> float:
@@ -296,10 +226,20 @@ def _default_learning_rate(model: PreTrainedModel, config: Config) -> float:
     return lr if config.train.weights is Weights.lora else lr / 10
 
 
+def _with_reference(
+    objective: Objective, datasets: dict[str, Dataset], run_dir: Path, accelerator: Accelerator, state: TrainState
+) -> dict[str, Dataset]:
+    """The datasets with what the model, which no checkpoint has been put into yet, says of them."""
+    hashes = {name: getattr(state, name) for name in ("base_sha256", "data_sha256", "dtype", "device", "kernels")}
+    return with_reference(
+        objective, datasets, run_dir, accelerator, max_pass_tokens=state.max_pass_tokens, hashes=hashes
+    )
+
+
 def _restore(
     run_dir: Path,
     state: TrainState,
-    objective: NextTokenLoss,
+    objective: Objective,
     optimizer: Optimizer,
     accelerator: Accelerator,
     *,
@@ -323,9 +263,10 @@ def _data_sha256(*datasets: Dataset) -> str:
     """A hash of all tokens and labels: it changes with the data, the tokenizer, the template and the cut."""
     digest = hashlib.sha256()
     for dataset in datasets:
+        columns = [name for name in dataset.column_names if name != "origin"]
         for rows in dataset.with_format("numpy").iter(batch_size=1024):
-            for column in ("input_ids", "labels"):
-                digest.update(np.concatenate(rows[column]).astype(np.int64))
+            for column in columns:
+                digest.update(np.concatenate([np.atleast_1d(value) for value in rows[column]]).astype(np.int64))
     return digest.hexdigest()
 
 
@@ -347,7 +288,7 @@ def _require_steps_left(plan: BatchPlan, state: TrainState, config: Config) -> N
     )
 
 
-def _require_disk(run_dir: Path, objective: NextTokenLoss, *, keep: int, exports_bytes: int) -> None:
+def _require_disk(run_dir: Path, objective: Objective, *, keep: int, exports_bytes: int) -> None:
     """Checkpoints hold the trained weights and up to three tensors of their size; they must fit before training."""
     trained_bytes = sum(p.numel() * max(4, p.element_size()) for p in objective.parameters() if p.requires_grad)
     needed, free = 4 * trained_bytes * (keep + 1) + trained_bytes + exports_bytes, shutil.disk_usage(run_dir).free

@@ -22,6 +22,7 @@ from trainer.checkpoint import checkpoints
 from trainer.compose import load_config
 from trainer.config.errors import UserError, require
 from trainer.config.lora import LoraInit
+from trainer.config.preference import Method
 from trainer.config.schema import Config
 from trainer.evaluate.report import print_report
 from trainer.evaluate.samples import Sample, sample_answers
@@ -30,8 +31,9 @@ from trainer.export.merged import merged_dtype, write_merged
 from trainer.export.merged_4bit import write_merged_4bit
 from trainer.export.merged_card import write_merged_card
 from trainer.export.quantized import write_quantized_card
+from trainer.figures import perplexity
 from trainer.finish import QatEnd, finish_qat
-from trainer.loop import TrainingDiverged, drained_metrics, train
+from trainer.loop import TrainingDiverged, train
 from trainer.metrics import peak_memory_bytes
 from trainer.objective import num_targets
 from trainer.prepare import PreparedRun, prepare_run
@@ -92,10 +94,9 @@ def export_run(run: str, *overrides: str) -> dict[str, Path]:
         if prepared.qat is not None:
             prepared.qat.finish()
             state.eval_loss_rounded = state.eval_loss_rounded or math.nan
-        eval_loss = prepared.training.evaluate()
-        measured = drained_metrics(prepared.training.objective, accelerator)
-        exports, qat = _export(prepared, eval_loss)
-        metrics = _metrics(prepared, qat, eval_loss=eval_loss, measured=measured, wall_s=state.wall_s)
+        evaluated = prepared.training.evaluate()
+        exports, qat = _export(prepared, evaluated["loss"])
+        metrics = _metrics(prepared, qat, evaluated=evaluated, wall_s=state.wall_s)
         _write_cards(exports, config, metrics)
     return exports
 
@@ -107,32 +108,32 @@ def _train_and_finish(run: PreparedRun) -> Result:
     if state.eval_loss_base is None:
         if run.qat is not None:
             run.qat.enable(True)
-            state.eval_loss_rounded = training.evaluate()
-            state.eval_metrics_rounded = drained_metrics(training.objective, training.accelerator)
+            state.eval_rounded = training.evaluate()
+            state.eval_loss_rounded = state.eval_rounded.pop("loss")
             log.info("held-out loss of the base, rounded to nearest: %.4f", state.eval_loss_rounded)
             run.qat.enable(False)
         with run.model.disable_adapter() if isinstance(run.model, PeftModel) else nullcontext():
-            state.eval_loss_base = training.evaluate()
-            state.eval_metrics_base = drained_metrics(training.objective, training.accelerator)
+            state.eval_base = training.evaluate()
+        state.eval_loss_base = state.eval_base.pop("loss")
         log.info("held-out loss of the base: %.4f", state.eval_loss_base)
     state.wall_s += time.monotonic() - began
     train(training, state)
     began = time.monotonic() - state.wall_s
     if run.qat is not None:
         run.qat.finish()
-    eval_loss = training.evaluate()
-    measured = drained_metrics(training.objective, training.accelerator)
+    evaluated = training.evaluate()
+    eval_loss = evaluated["loss"]
     if not math.isfinite(eval_loss):
         raise TrainingDiverged(f"the held-out loss after step {state.step} is {eval_loss}; start anew, lower optim.lr")
     rows = run.held_out_rows[: config.evaluate.samples]
     samples = sample_answers(run.model, run.tokenizer, rows, max_new_tokens=config.evaluate.max_new_tokens)
     exports, qat = _export(run, eval_loss)
-    metrics = _metrics(run, qat, eval_loss=eval_loss, measured=measured, wall_s=time.monotonic() - began)
+    metrics = _metrics(run, qat, evaluated=evaluated, wall_s=time.monotonic() - began)
     if training.accelerator.is_main_process:
         (training.run_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         _write_cards(exports, config, metrics)
         folders = {name: str(folder) for name, folder in exports.items()}
-        print_report(metrics, samples, run_dir=str(training.run_dir), exports=folders)
+        print_report(metrics, samples, config, run_dir=str(training.run_dir), exports=folders)
     return Result(training.run_dir, metrics, exports, samples)
 
 
@@ -228,31 +229,23 @@ def _write_cards(exports: dict[str, Path], config: Config, metrics: dict[str, An
         writers.get(name, write_merged_card)(folder, config, metrics)
 
 
-def _perplexity(loss: float) -> float:
-    """exp(loss), infinite where a float64 cannot hold it."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def _metrics(
-    run: PreparedRun, qat: QatEnd | None, *, eval_loss: float, measured: dict[str, float], wall_s: float
-) -> dict[str, Any]:
-    """The content of metrics.json: losses in nats a target token, times in seconds.
-
-    measured  what the objective measured beside the held-out loss
-    """
-    state = run.state
+def _metrics(run: PreparedRun, qat: QatEnd | None, *, evaluated: dict[str, float], wall_s: float) -> dict[str, Any]:
+    """The content of metrics.json: losses in nats a target token or of a preference, times in seconds."""
+    state, eval_loss = run.state, evaluated["loss"]
+    others = {f"eval_{name}_base": value for name, value in state.eval_base.items()}
+    others |= {f"eval_{name}_rounded": value for name, value in state.eval_rounded.items()}
+    others |= {f"eval_{name}": value for name, value in evaluated.items() if name != "loss"}
+    if run.training.config.preference.method is Method.none:
+        others |= {"perplexity_base": perplexity(state.eval_loss_base), "perplexity": perplexity(eval_loss)}
+    labels = [run.held_out[name] for name in ("labels", "rejected_labels") if name in run.held_out.column_names]
     return {
         "steps": state.step,
         "wall_s": wall_s,
         "eval_loss_base": state.eval_loss_base,
         "eval_loss": eval_loss,
-        "perplexity_base": _perplexity(state.eval_loss_base),
-        "perplexity": _perplexity(eval_loss),
-        **{f"eval_{name}_base": mean for name, mean in state.eval_metrics_base.items()},
-        **{f"eval_{name}_rounded": mean for name, mean in state.eval_metrics_rounded.items()},
-        **{f"eval_{name}": mean for name, mean in measured.items()},
+        **others,
         "eval_rows": len(run.held_out),
-        "eval_tokens": sum(num_targets(torch.tensor(labels[1:])) for labels in run.held_out["labels"]),
+        "eval_tokens": sum(num_targets(torch.tensor(row[1:])) for column in labels for row in column),
         "tokens": state.tokens,
         "tokens_per_s": state.tokens / state.train_s if state.train_s else 0.0,
         "peak_memory_bytes": peak_memory_bytes(),

@@ -11,12 +11,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="session")
 def jsonl(tmp_path_factory):
-    """Forty short exchanges; lengths differ, so that padding, accumulation and order matter."""
+    """Forty short exchanges, for every method; lengths differ, so that padding, accumulation and order matter."""
     path = tmp_path_factory.mktemp("data") / "train.jsonl"
     rows = [
         {"prompt": f"Add {i} and {i + 1}" + "?" * (i % 7), "completion": f"{2 * i + 1}" * (1 + i % 5)}
         for i in range(40)
     ]
+    for i, row in enumerate(rows):
+        row |= {"chosen": row["completion"], "rejected": f"{2 * i}" * (1 + i % 4), "label": i % 3 > 0}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -96,7 +96,7 @@ def test_a_run_killed_among_scales_goes_on_bit_identical(result, tmp_path, monke
     shutil.copytree(result.run_dir, killed)
     shutil.rmtree(killed / "checkpoints" / "step_4")
     monkeypatch.setattr(
-        "trainer.blockwise.train_codes", lambda *args, **kwargs: pytest.fail("a block was trained again")
+        "trainer.blockwise.blocks.train_codes", lambda *args, **kwargs: pytest.fail("a block was trained again")
     )
     resumed = finetune(load_config(f"resume={killed}"))
     assert losses(killed) == losses(result.run_dir) and codes(killed) == codes(result.run_dir)
@@ -164,13 +164,13 @@ MEMORY = """
 import gc, re, sys, torch
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
-from trainer.blockwise import BlockwiseTraining
+from trainer.blockwise.blocks import BlockwiseTraining
 from trainer.config.blockwise import BlockwiseConfig
 from trainer.config.qat import QatConfig, SchemeName
-from trainer.fake_quant import fake_quantize_linears
+from trainer.qat.fake_quant import fake_quantize_linears
 from trainer.master_weights import with_master_weights
 from trainer.objective import NextTokenLoss
-from trainer.qat import layer_schemes
+from trainer.qat.prepare import layer_schemes
 
 def peak_mb():  # of this program; ru_maxrss begins with that of the one that started it
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10

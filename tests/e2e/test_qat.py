@@ -19,7 +19,7 @@ from trainer.data.formats import load_rows
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.model import load_model
 from trainer.objective import NextTokenLoss
-from trainer.packed_model import packed_sha256
+from trainer.qat.packed_model import packed_sha256
 from trainer.run import Result, export_run
 from trainer.serve.llm import LLM
 

@@ -23,7 +23,7 @@ from trainer.export.adapter import read_adapter
 from trainer.export.rounded_adapter import SCALES
 from trainer.model import load_model, prepare_model
 from trainer.objective import NextTokenLoss
-from trainer.packed_model import packed_sha256
+from trainer.qat.packed_model import packed_sha256
 from trainer.serve.llm import LLM
 
 SETTINGS = ("model=tiny", "model.dtype=float32", "data=jsonl", "data.eval_rows=4", "evaluate.samples=0")

@@ -84,6 +84,8 @@ def test_a_killed_run_resumes_bit_identical(tmp_path, here, jsonl, optimizer, st
         ("optim.name=adamw_schedule_free", "optim.schedule=constant"),
         ("optim.schedule=wsd", "optim.layer_decay=0.7", "optim.lora_plus_ratio=4"),
         ("conf=full", "optim.name=muon", "optim.weight_decay=0.1", "optim.layer_decay=0.9"),
+        ("preference.method=dpo", "preference.loss=ipo"),
+        ("preference.method=kto", "preference.precompute=true"),
     ],
 )
 def test_a_run_that_lost_its_end_resumes_bit_identical(tmp_path, here, jsonl, settings):

@@ -8,11 +8,11 @@ import torch
 
 from trainer.config.errors import UserError
 from trainer.config.quant import Codebook, QuantConfig
-from trainer.fake_quant import FakeQuantLinear, fake_quantize_linears
 from trainer.kernels import _cpp
 from trainer.linear import QuantLinear, quantize_linears
 from trainer.model import prepare_model
-from trainer.qat_scheme import Scheme
+from trainer.qat.fake_quant import FakeQuantLinear, fake_quantize_linears
+from trainer.qat.scheme import Scheme
 from trainer.quantizer import Quantizer
 from trainer.serve.config import QUANTIZATIONS, ServeConfig
 from trainer.serve.decoder import MAX_GREEDY_ROWS, Decoder, decoder_from_module

@@ -11,12 +11,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trainer.config.errors import UserError
-from trainer.fake_quant import fake_quantize_linears
 from trainer.kernels.codebook4 import CodebookWeight, codebook_quantize
 from trainer.kernels.int4 import Int4Weight, int4_quantize
 from trainer.kernels.int8 import int8_quantize
 from trainer.kernels.packed_linear import QuantizedWeight, decode
-from trainer.qat_scheme import Scheme
+from trainer.qat.fake_quant import fake_quantize_linears
+from trainer.qat.scheme import Scheme
 from trainer.serve.config import ServeConfig
 from trainer.serve.decoder import decoder_from_module
 from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.activation_stream import ActivationStream
-from trainer.block_files import BlockReport
-from trainer.block_training import lr_share, reconstruction_error
-from trainer.blockwise import BlockwiseTraining
+from trainer.blockwise.activation_stream import ActivationStream
+from trainer.blockwise.block import lr_share, reconstruction_error
+from trainer.blockwise.blocks import BlockwiseTraining
+from trainer.blockwise.files import BlockReport
 from trainer.config.blockwise import BlockInputs, BlockLoss, BlockwiseConfig
 from trainer.config.errors import UserError
 from trainer.linear import QuantLinear
-from trainer.qat_scheme import Scheme
+from trainer.qat.scheme import Scheme
 
 NUM_LAYERS = 2
 SIZES = dict(

@@ -12,12 +12,12 @@ from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.qat import QatConfig
 from trainer.convert import convert, decoded
 from trainer.export.quantized import write_quantized
-from trainer.fake_quant import fake_quant_layers
 from trainer.linear import QuantLinear
 from trainer.model import load_model
-from trainer.packed_linear import PackedEmbedding, PackedLinear
-from trainer.packed_model import open_packed, packed_layers, packed_sha256
-from trainer.qat import calibrate, prepare_qat
+from trainer.qat.fake_quant import fake_quant_layers
+from trainer.qat.packed_linear import PackedEmbedding, PackedLinear
+from trainer.qat.packed_model import open_packed, packed_layers, packed_sha256
+from trainer.qat.prepare import calibrate, prepare_qat
 
 TOKEN_IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(0))
 CONFIGS = {

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from trainer.fake_quant import (
+from trainer.kernels.fake_quant import Grid, fake_quant
+from trainer.kernels.int4 import Int4Weight, int4_dequantize, int4_quantize
+from trainer.kernels.int8 import quantize_activations
+from trainer.kernels.integer_linear import int4_linear_dynamic, int8_linear_dynamic
+from trainer.linear import weights_sha256
+from trainer.qat.fake_quant import (
     FakeQuantEmbedding,
     FakeQuantLinear,
     commit_observers,
@@ -17,14 +22,9 @@ from trainer.fake_quant import (
     head_operands,
     set_rounding,
 )
-from trainer.fake_weight import MIN_SCALE, Learned
-from trainer.kernels.fake_quant import Grid, fake_quant
-from trainer.kernels.int4 import Int4Weight, int4_dequantize, int4_quantize
-from trainer.kernels.int8 import quantize_activations
-from trainer.kernels.integer_linear import int4_linear_dynamic, int8_linear_dynamic
-from trainer.linear import weights_sha256
-from trainer.qat_scheme import NAMES, Scheme
-from trainer.rounding import soft_rounding_penalty
+from trainer.qat.fake_weight import MIN_SCALE, Learned
+from trainer.qat.rounding import soft_rounding_penalty
+from trainer.qat.scheme import NAMES, Scheme
 
 SCHEMES = {
     **{name: Scheme.named(name) for name in NAMES},

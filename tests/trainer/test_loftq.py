@@ -12,10 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trainer.config.errors import UserError
 from trainer.config.lora import LoftqConfig, LoraConfig
 from trainer.linear import QuantLinear, quantize_linears, weights_sha256
-from trainer.loftq import EXACT_RANKS, EXACT_SIZE, Loftq, fit_codes, fit_layer, measure_input_scales, truncated_svd
+from trainer.loftq import Loftq, fit_codes, fit_layer, measure_input_scales
 from trainer.lora import LoraLinear, attach_lora
 from trainer.objective import NextTokenLoss
 from trainer.quantizer import Quantizer
+from trainer.svd import EXACT_RANKS, EXACT_SIZE, truncated_svd
 
 RANK = 16
 

@@ -8,15 +8,16 @@ from peft import PeftModel, get_peft_model, initialize_lora_eva_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer import lora_init
+from trainer import eva
 from trainer.architecture import active_module
 from trainer.config.errors import UserError
 from trainer.config.lora import LoraConfig, LoraInit
 from trainer.config.quant import Codebook, QuantConfig
+from trainer.eva import initialize_eva, restore_eva
 from trainer.kernels.lora_linear import lora_linear
 from trainer.linear import quantize_linears
 from trainer.lora import LoraLinear, attach_lora, peft_lora_config, register_layers
-from trainer.lora_init import initialize_eva, pack_residual, principal_factors, restore_eva, singular_factors
+from trainer.lora_init import pack_residual, principal_factors, singular_factors
 from trainer.model import prepare_model
 from trainer.objective import NextTokenLoss
 from trainer.quantizer import Quantizer
@@ -430,7 +431,7 @@ def test_modules_that_are_saved_are_trained(tied: bool, names: list[str]) -> Non
 
 
 def test_eva_is_pefts() -> None:
-    """The same ranks and directions as PEFT over its own layers, from the same batches."""
+    """The same ranks and directions as PEFT over its own layers, from the same rows."""
     generator = torch.Generator().manual_seed(2)
     rows = [
         {"input_ids": ids, "labels": [-100] * 4 + ids[4:]}
@@ -438,20 +439,31 @@ def test_eva_is_pefts() -> None:
     ]
     config = LoraConfig(rank=3, init=LoraInit.eva)
     model = attach_lora(llama(), config, seed=0)
-    directions = initialize_eva(model, rows, seed=0)
+    directions = initialize_eva(model, rows)
     restore_eva(model, directions)
-    batches = lora_init._batches(rows, num_targets=lora_init.EVA_TARGETS * 6)
+    batch = eva._first_rows(rows, num_targets=eva.TARGETS_PER_COMPONENT * 6)
+    batch["labels"] = torch.where(batch.pop("targets"), batch["input_ids"], -100)
     peer_targets = {name.rpartition(".")[2] for name in directions}
     peer = get_peft_model(llama(), peft_lora_config(config, sorted(peer_targets)))
-    initialize_lora_eva_weights(peer, batches, show_progress_bar=False)
-    ranks = {}
+    initialize_lora_eva_weights(peer, [batch], show_progress_bar=False)
+    ranks, theirs = {}, {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLinear):
             weight, other = layer.lora_A["default"].weight, peer.get_submodule(name).lora_A["default"].weight
-            ranks[name] = len(weight)
-            torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-3)  # singular vectors of float32 activations
+            ranks[name], theirs[name] = len(weight), len(other)
+            shared = min(len(weight), len(other))
+            # up to their sign; PEFT adds the batch until its randomized vectors move less than 1 % in cosine
+            torch.testing.assert_close(
+                (weight[:shared] * other[:shared]).sum(1).abs(), torch.ones(shared), atol=1e-2, rtol=0
+            )
             assert weight.requires_grad and not layer.lora_B["default"].weight.any()
-            assert layer.scaling["default"] == peer.get_submodule(name).scaling["default"]
+            assert layer.scaling["default"] == layer.lora_alpha["default"] / len(weight)
+    # Layers with the same input tie, and PEFT breaks ties anyhow, so what such a group has together is compared; a
+    # share of PEFT's randomized decomposition can lie on the other side of the last one that gets a rank.
+    groups = {name: re.sub(r"[qkv]_proj|(gate|up)_proj", "shared", name) for name in ranks}
+    for group in set(groups.values()):
+        members = [name for name in ranks if groups[name] == group]
+        assert abs(sum(ranks[name] for name in members) - sum(theirs[name] for name in members)) <= 1
     assert sum(ranks.values()) == 14 * 3 and len(set(ranks.values())) > 1  # the sum stays, ranks moved
     assert model.peft_config["default"].init_lora_weights is True
     again = attach_lora(llama(), config, seed=0)
@@ -464,4 +476,4 @@ def test_eva_needs_target_tokens() -> None:
     model = attach_lora(llama(), LoraConfig(rank=8, init=LoraInit.eva), seed=0)
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}] * 3
     with pytest.raises(UserError, match="fits 16 components"):
-        initialize_eva(model, rows, seed=0)
+        initialize_eva(model, rows)

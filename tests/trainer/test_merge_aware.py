@@ -9,20 +9,20 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tests.trainer.test_fused_decoder import CU_SEQLENS, build, by_transformers, documents
-from trainer import merged_codes
 from trainer.config.errors import UserError
 from trainer.config.lora import LoraConfig
-from trainer.fake_quant import FakeQuantLinear
 from trainer.fused_decoder import FusedDecoder
 from trainer.kernels.lora_linear import Adapter
 from trainer.kernels.merged_weight import merge_rows_reference
 from trainer.lora import LoraLinear
-from trainer.merge_aware import MergeAwareLinear
-from trainer.merged_codes import MergedWeight
-from trainer.packed_linear import pack_layer
-from trainer.qat import set_enabled
-from trainer.qat_lora import attach_merge_aware, rounding_layers
-from trainer.qat_scheme import Scheme
+from trainer.qat import merged_codes
+from trainer.qat.fake_quant import FakeQuantLinear
+from trainer.qat.lora import attach_merge_aware, rounding_layers
+from trainer.qat.merge_aware import MergeAwareLinear
+from trainer.qat.merged_codes import MergedWeight
+from trainer.qat.packed_linear import pack_layer
+from trainer.qat.prepare import set_enabled
+from trainer.qat.scheme import Scheme
 
 SCHEMES = {
     "int4": Scheme.named("int4"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.observers import NUM_BINS, Observer, ObserverKind, ObserverSettings
+from trainer.qat.observers import NUM_BINS, Observer, ObserverKind, ObserverSettings
 
 KINDS = list(ObserverKind)
 
@@ -119,7 +119,7 @@ def test_nothing_zeros_and_values_that_are_no_numbers(kind: ObserverKind) -> Non
 
 PROCESSES = """
 import sys, torch, torch.distributed as dist
-from trainer.observers import Observer, ObserverSettings
+from trainer.qat.observers import Observer, ObserverSettings
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 for kind in ("minmax", "moving_average", "percentile", "mse"):

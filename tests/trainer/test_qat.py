@@ -9,12 +9,12 @@ from trainer.compose import load_config
 from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.qat import QatConfig, SchemeName, moment_step
-from trainer.fake_quant import FakeQuantEmbedding, FakeQuantLinear, fake_quant_layers
 from trainer.model import load_model
 from trainer.optim import parameter_groups
-from trainer.packed_model import packed_layers
-from trainer.qat import QatSchedule, _by_pattern, calibrate, layer_schemes, prepare_qat
-from trainer.rounding import rectified_sigmoid
+from trainer.qat.fake_quant import FakeQuantEmbedding, FakeQuantLinear, fake_quant_layers
+from trainer.qat.packed_model import packed_layers
+from trainer.qat.prepare import QatSchedule, _by_pattern, calibrate, layer_schemes, prepare_qat
+from trainer.qat.rounding import rectified_sigmoid
 
 TOKEN_IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(0))
 

@@ -6,8 +6,8 @@ import pytest
 
 from trainer.kernels.fake_quant import Grid
 from trainer.kernels.float_grids import FloatGrid
-from trainer.observers import ObserverKind, ObserverSettings
-from trainer.qat_scheme import NAMES, Activations, Rounding, Scheme, grid_of
+from trainer.qat.observers import ObserverKind, ObserverSettings
+from trainer.qat.scheme import NAMES, Activations, Rounding, Scheme, grid_of
 from trainer.quantizer import Quantizer
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainer.rounding import (
+from trainer.qat.rounding import (
     annealed_beta,
     initial_soft_rounding,
     rectified_sigmoid,

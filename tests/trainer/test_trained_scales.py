@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.blockwise.scales import ScaledLinear, train_scales
 from trainer.linear import QuantLinear, quantize_linears
 from trainer.quantizer import Quantizer
-from trainer.trained_scales import ScaledLinear, train_scales
 
 QUANTIZERS = {
     "int4": Quantizer("int4"),

@@ -22,6 +22,12 @@ class ColumnsConfig:
     """The file's field with the answer."""
     text: str | None = None
     """The file's field with plain text."""
+    chosen: str | None = None
+    """preference.method=dpo, orpo: the file's field with the better answer."""
+    rejected: str | None = None
+    """preference.method=dpo, orpo: the file's field with the worse answer."""
+    label: str | None = None
+    """preference.method=kto: the file's field with true for a good answer, false for a bad one."""
 
 
 @dataclass

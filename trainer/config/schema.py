@@ -17,6 +17,7 @@ from trainer.config.export import EvaluateConfig, ExportConfig
 from trainer.config.lora import LoftqConfig, LoraConfig, LoraInit
 from trainer.config.model import ModelConfig
 from trainer.config.optim import OptimConfig, OptimizerName
+from trainer.config.preference import Method, PreferenceConfig
 from trainer.config.qat import QatConfig, RoundingName, SchemeName
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.config.train import TrainConfig, Weights
@@ -49,6 +50,7 @@ class Config:
     quant: QuantConfig = field(default_factory=QuantConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     loftq: LoftqConfig = field(default_factory=LoftqConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     qat: QatConfig = field(default_factory=QatConfig)
     blockwise: BlockwiseConfig = field(default_factory=BlockwiseConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
@@ -61,6 +63,37 @@ class Config:
         self._require_qat_fits()
         self._require_scales_fit()
         self._require_optimizer_fits()
+        self._require_preference_fits()
+
+    def _require_preference_fits(self) -> None:
+        """A preference method has its columns, and a reference that is the model before training."""
+        preference, method = self.preference, self.preference.method
+        read = {
+            Method.none: ("messages", "prompt", "completion", "text"),
+            Method.kto: ("prompt", "completion", "label"),
+        }.get(method, ("prompt", "chosen", "rejected"))
+        unread = [f"{name}={value}" for name, value in vars(self.data.columns).items() if value and name not in read]
+        require(
+            not unread,
+            f"data.columns.{', data.columns.'.join(unread)} has no effect with preference.method={method.value}, which "
+            f"reads {', '.join(read)}; leave it out, or choose another method",
+        )
+        require(
+            method is Method.none or not self.train.neftune_alpha,
+            f"train.neftune_alpha={self.train.neftune_alpha} cannot be combined with preference.method={method.value}: "
+            "log-probabilities with noise are not those that are compared; use train.neftune_alpha=0",
+        )
+        require(
+            not method.has_reference or preference.precompute or self.train.weights is Weights.lora,
+            f"train.weights={self.train.weights.value} leaves no model before training that preference.method="
+            f"{method.value} could compare with; use preference.precompute=true, train.weights=lora, or method=orpo",
+        )
+        require(
+            method is Method.none or not (self.qat.enabled or self.distill.enabled),
+            f"preference.method={method.value} with qat.scheme={self.qat.scheme.value}, distill.weight="
+            f"{self.distill.weight:g}: both compare with the model before training, each in its own way; train the "
+            "preference first, export it merged, and give that model to conf=qat",
+        )
 
     def _require_qat_fits(self) -> None:
         """Quantization-aware training has a 16-bit base, begins before it ends, and exports what it trained."""
@@ -185,7 +218,7 @@ class Config:
         )
 
     def _require_merge_aware(self) -> None:
-        """What LoRA has and the codes of a merged weight cannot have; see trainer/merge_aware.py."""
+        """What LoRA has and the codes of a merged weight cannot have; see trainer/qat/merge_aware.py."""
         key, lora = f"qat.scheme={self.qat.scheme.value}", self.lora
         require(
             not self.loftq.iterations,

@@ -113,13 +113,20 @@ class _Renderer:
         while ids[-1:] == [eos]:
             ids = ids[:-1]
         ids = [*ids, eos]
-        return ids, [*ids]
+        start = self._prompt_tokens(row, ids)
+        return ids, [IGNORED] * start + ids[start:]
+
+    def _prompt_tokens(self, row: Row, ids: list[int]) -> int:
+        """Tokens at the beginning of `ids` that the text's prompt is tokenized to as well; the next is learned."""
+        if not row.prompt_len:
+            return 0
+        return _shared_len(self.tokenizer(row.text[: row.prompt_len], verbose=False)["input_ids"], ids)
 
     def _conversation(self, row: Row) -> tuple[list[int], list[int]]:
         whole = self._render(row, row.messages)
         labels = [IGNORED] * len(whole)
         for index, message in enumerate(row.messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and index >= row.prompt_len:
                 start, end = self._turn(row, index, whole)
                 labels[start:end] = whole[start:end]
         return whole, labels

@@ -12,10 +12,10 @@ import codecs
 import json
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from trainer.config.data import ColumnsConfig, DataConfig, DataSource
 from trainer.config.errors import UserError, require
@@ -24,6 +24,7 @@ from trainer.data.pydocs import Question, load_questions
 logger = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant")
+T = TypeVar("T")
 SHAPES = {"messages": ("messages",), "prompt/completion": ("prompt", "completion"), "text": ("text",)}
 _JSON_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
 
@@ -37,6 +38,9 @@ class Row:
     text: str | None
     origin: str
     """Where the row comes from, for messages to people: `train.jsonl:12` or `pydocs:json.dumps`."""
+    prompt_len: int = 0
+    """Leading messages, or characters of the text, that are given and never learned: the prompt of an answer that is
+    compared with another (preference.py)."""
 
 
 def load_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
@@ -56,8 +60,8 @@ def load_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
     if config.eval_path:
         train, held_out = rows, read_jsonl(config.eval_path, config.columns, limit=config.eval_rows)
     else:
-        train, held_out = _hold_out(rows, config, seed)
-    return _drop_copies(train, held_out, config.path), held_out
+        train, held_out = hold_out(rows, config, seed)
+    return drop_copies(train, held_out, config.path, content), held_out
 
 
 def read_jsonl(path: str, columns: ColumnsConfig, *, limit: int | None = None) -> list[Row]:
@@ -70,12 +74,12 @@ def read_jsonl(path: str, columns: ColumnsConfig, *, limit: int | None = None) -
     shapes = _mapped_shapes(columns)
     rows: list[Row] = []
     shape, fields = "", ()
-    for where, record in islice(_records(path), limit):
+    for where, record in islice(records(path), limit):
         if not rows:
             shape, fields = _detect(record, shapes, where)
         elif missing := [name for name in fields if name not in record]:
             lacks = f"no {' and no '.join(missing)} among the fields {', '.join(record) or '(none)'}"
-            _fail(where, f"{lacks}, but the file's first row is {shape}; give every row the same shape")
+            fail(where, f"{lacks}, but the file's first row is {shape}; give every row the same shape")
         rows.append(_to_row(record, shape, fields, where))
     require(bool(rows), f"{path} holds no rows; write one JSON object a line")
     pairs = zip(SHAPES[shape], fields, strict=True)
@@ -84,7 +88,7 @@ def read_jsonl(path: str, columns: ColumnsConfig, *, limit: int | None = None) -
     return rows
 
 
-def _records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -96,12 +100,12 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        _fail(where, f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8")
+        fail(where, f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8")
     except (ValueError, RecursionError) as error:
         what = getattr(error, "msg", str(error))
-        _fail(f"{where}:{getattr(error, 'colno', 1)}", f"broken JSON: {what}; write one complete JSON object a line")
+        fail(f"{where}:{getattr(error, 'colno', 1)}", f"broken JSON: {what}; write one complete JSON object a line")
     if not isinstance(record, dict):
-        _fail(where, f"the line is {_kind(record)}, not an object; write one JSON object a line")
+        fail(where, f"the line is {kind(record)}, not an object; write one JSON object a line")
     return record
 
 
@@ -120,7 +124,7 @@ def _detect(record: dict[str, Any], shapes: dict[str, tuple[str, ...]], where: s
         if all(name in record for name in fields):
             return shape, fields
     wanted = ", or ".join(" and ".join(fields) for fields in shapes.values())
-    _fail(
+    fail(
         where,
         f"found the fields {', '.join(record) or '(none)'}, but a row needs {wanted}; name the file's fields with "
         "data.columns.messages, data.columns.prompt and data.columns.completion, or data.columns.text",
@@ -130,69 +134,70 @@ def _detect(record: dict[str, Any], shapes: dict[str, tuple[str, ...]], where: s
 def _to_row(record: dict[str, Any], shape: str, fields: tuple[str, ...], where: str) -> Row:
     values = [record[name] for name in fields]
     if shape == "messages":
-        return Row(_to_messages(values[0], fields[0], where), None, where)
-    texts = [_to_text(value, name, where) for value, name in zip(values, fields, strict=True)]
-    return Row(None, texts[0], where) if shape == "text" else Row(_exchange(*texts), None, where)
+        return Row(to_messages(values[0], fields[0], where), None, where)
+    texts = [to_text(value, name, where) for value, name in zip(values, fields, strict=True)]
+    return Row(None, texts[0], where) if shape == "text" else Row(exchange(*texts), None, where)
 
 
-def _exchange(prompt: str, completion: str) -> list[dict[str, str]]:
+def exchange(prompt: str, completion: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
 
 
 def _from_question(question: Question) -> Row:
-    return Row(_exchange(question.prompt, question.answer), None, question.origin)
+    return Row(exchange(question.prompt, question.answer), None, question.origin)
 
 
-def _to_messages(value: Any, name: str, where: str) -> list[dict[str, str]]:
+def to_messages(value: Any, name: str, where: str) -> list[dict[str, str]]:
     if not isinstance(value, list):
-        _fail(where, f"{name} is {_kind(value)}; write a list of {{role, content}} objects")
-    messages = [_to_message(turn, f"{name}[{index}]", where) for index, turn in enumerate(value)]
+        fail(where, f"{name} is {kind(value)}; write a list of {{role, content}} objects")
+    messages = [to_message(turn, f"{name}[{index}]", where) for index, turn in enumerate(value)]
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        _fail(where, f"{name} has no assistant turn, so there is nothing to learn; add one or remove the row")
+        fail(where, f"{name} has no assistant turn, so there is nothing to learn; add one or remove the row")
     if roles[0] == "assistant":
-        _fail(where, f"{name} begins with the assistant; put a user or system turn before it")
+        fail(where, f"{name} begins with the assistant; put a user or system turn before it")
     for index in range(1, len(roles)):
         if roles[index - 1] == roles[index] == "assistant":
             pair = f"{name}[{index - 1}] and {name}[{index}]"
-            _fail(where, f"{pair} are both assistant turns; join them or put a user turn between")
+            fail(where, f"{pair} are both assistant turns; join them or put a user turn between")
     return messages
 
 
-def _to_message(turn: Any, name: str, where: str) -> dict[str, str]:
+def to_message(turn: Any, name: str, where: str) -> dict[str, str]:
     if not isinstance(turn, dict):
-        _fail(where, f"{name} is {_kind(turn)}; write an object with role and content")
+        fail(where, f"{name} is {kind(turn)}; write an object with role and content")
     if not {"role", "content"} <= turn.keys():
-        _fail(where, f"{name} has the fields {', '.join(turn) or '(none)'}; it needs role and content")
+        fail(where, f"{name} has the fields {', '.join(turn) or '(none)'}; it needs role and content")
     if turn["role"] not in ROLES:
-        _fail(where, f"{name} has the unknown role {turn['role']!r}; accepted: {', '.join(ROLES)}")
+        fail(where, f"{name} has the unknown role {turn['role']!r}; accepted: {', '.join(ROLES)}")
     # Fields such as `weight` or `tool_calls` change what ought to be trained, so they are not passed over.
     extra = [key for key, value in turn.items() if key not in ("role", "content") and value is not None]
     if extra:
-        _fail(where, f"{name} has {', '.join(extra)} besides role and content, which is not supported; remove it")
-    content = _to_text(turn["content"], f"{name}.content", where, may_be_empty=turn["role"] == "system")
+        fail(where, f"{name} has {', '.join(extra)} besides role and content, which is not supported; remove it")
+    content = to_text(turn["content"], f"{name}.content", where, may_be_empty=turn["role"] == "system")
     return {"role": turn["role"], "content": content}
 
 
-def _to_text(value: Any, name: str, where: str, *, may_be_empty: bool = False) -> str:
+def to_text(value: Any, name: str, where: str, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
-        _fail(where, f"{name} is {_kind(value)}; write a string")
+        fail(where, f"{name} is {kind(value)}; write a string")
     if not value.strip() and not may_be_empty:
-        _fail(where, f"{name} is empty; fill it or remove the row")
+        fail(where, f"{name} is empty; fill it or remove the row")
     if any("\ud800" <= char <= "\udfff" for char in value):
-        _fail(where, f"{name} has half of a surrogate pair (\\ud800..\\udfff), which no tokenizer takes; remove it")
+        fail(where, f"{name} has half of a surrogate pair (\\ud800..\\udfff), which no tokenizer takes; remove it")
     return value
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     return _JSON_NAMES.get(type(value), "a number")
 
 
-def _fail(where: str, what: str) -> NoReturn:
+def fail(where: str, what: str) -> NoReturn:
     raise UserError(f"{where}: {what}")
 
 
-def _hold_out(rows: list[Row], config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+def hold_out(rows: list[T], config: DataConfig, seed: int) -> tuple[list[T], list[T]]:
+    """Rows to train on and held-out rows, chosen by `seed`, each in the order of the file."""
     require(len(rows) >= 2, f"{config.path} has 1 row; one more is needed to hold out, or set data.eval_path")
     num_held_out = min(config.eval_rows, max(1, len(rows) // 10))
     draw = random.Random(seed).random  # the one method whose sequence Python promises to keep
@@ -205,15 +210,16 @@ def _hold_out(rows: list[Row], config: DataConfig, seed: int) -> tuple[list[Row]
     )
 
 
-def _drop_copies(train: list[Row], held_out: list[Row], path: str) -> list[Row]:
+def drop_copies(train: list[T], held_out: list[T], path: str, says: Callable[[T], Hashable]) -> list[T]:
     """Train rows without those that say the same as a held-out row."""
-    seen = {_content(row) for row in held_out}
-    kept = [row for row in train if _content(row) not in seen]
+    seen = {says(row) for row in held_out}
+    kept = [row for row in train if says(row) not in seen]
     if len(kept) < len(train):
         logger.info("%s: %d rows dropped, being copies of held-out rows", path, len(train) - len(kept))
     require(bool(kept), f"{path}: every row is a copy of a held-out row; give other rows, or another data.eval_path")
     return kept
 
 
-def _content(row: Row) -> tuple[Any, ...]:
+def content(row: Row) -> tuple[Any, ...]:
+    """What a row says, without where it says it."""
     return (row.text, *((turn["role"], turn["content"]) for turn in row.messages or ()))

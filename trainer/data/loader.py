@@ -130,13 +130,18 @@ def group_by_length(rows: Sequence[dict[str, Any]], max_tokens: int) -> list[lis
     """
     passes: list[list[dict[str, Any]]] = [[]]
     num_tokens = 0
-    for row in sorted(rows, key=lambda row: len(row["input_ids"])):
-        if passes[-1] and num_tokens + len(row["input_ids"]) > max_tokens:
+    for row in sorted(rows, key=row_len):
+        if passes[-1] and num_tokens + row_len(row) > max_tokens:
             passes.append([])
             num_tokens = 0
         passes[-1].append(row)
-        num_tokens += len(row["input_ids"])
+        num_tokens += row_len(row)
     return passes
+
+
+def row_len(row: dict[str, Any]) -> int:
+    """Tokens that a row trains on: both of its documents, where it is a pair."""
+    return len(row["input_ids"]) + len(row.get("rejected_input_ids", ()))
 
 
 def eval_batches(num_rows: int, lengths: Sequence[int], batch_size: int) -> list[list[int]]:

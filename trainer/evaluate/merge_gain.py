@@ -15,12 +15,12 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from trainer.architecture import base_model
-from trainer.fake_weight import FromWeight
 from trainer.linear import QuantLinear
 from trainer.lora import LoraLinear
-from trainer.merge_aware import MergeAwareLinear
-from trainer.merged_codes import MergedWeight, merged_codes
-from trainer.packed_linear import pack_layer
+from trainer.qat.fake_weight import FromWeight
+from trainer.qat.merge_aware import MergeAwareLinear
+from trainer.qat.merged_codes import MergedWeight, merged_codes
+from trainer.qat.packed_linear import pack_layer
 
 
 @dataclass(frozen=True)

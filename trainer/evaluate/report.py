@@ -6,10 +6,14 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from trainer.config.schema import Config
 from trainer.evaluate.samples import Sample
+from trainer.figures import figures
 
 
-def print_report(metrics: dict[str, Any], samples: list[Sample], *, run_dir: str, exports: dict[str, str]) -> None:
+def print_report(
+    metrics: dict[str, Any], samples: list[Sample], config: Config, *, run_dir: str, exports: dict[str, str]
+) -> None:
     """A table of base against tuned, the samples side by side, and where everything lies.
 
     metrics  the content of metrics.json
@@ -17,7 +21,7 @@ def print_report(metrics: dict[str, Any], samples: list[Sample], *, run_dir: str
     """
     console = Console(highlight=False)
     console.print()
-    console.print(_figures(metrics))
+    console.print(_figures(metrics, config))
     for sample in samples:
         console.print(_side_by_side(sample))
     if "qat" in metrics:
@@ -32,26 +36,17 @@ def print_report(metrics: dict[str, Any], samples: list[Sample], *, run_dir: str
         console.print(f"{name:<7} {folder}", soft_wrap=True)
 
 
-def _figures(metrics: dict[str, Any]) -> Table:
+def _figures(metrics: dict[str, Any], config: Config) -> Table:
     table = Table(title=f"held-out: {metrics['eval_rows']} rows, {metrics['eval_tokens']} target tokens")
     table.add_column("")
     for name in ("base", "tuned", "change"):
         table.add_column(name, justify="right")
-    loss, base = metrics["eval_loss"], metrics["eval_loss_base"]
-    ppl, ppl_base = metrics["perplexity"], metrics["perplexity_base"]
-    table.add_row("loss (nats/token)", f"{base:.4f}", f"{loss:.4f}", f"{loss - base:+.4f}")
-    if "eval_kl" in metrics:
-        # What is compared with: the base rounded to nearest in quantization-aware training, else the (packed) base;
-        # block-wise training measures neither.
-        kl, before = metrics["eval_kl"], [metrics[key] for key in ("eval_kl_rounded", "eval_kl_base") if key in metrics]
-        base_kl, change = (f"{before[0]:.4f}", f"{kl - before[0]:+.4f}") if before else ("", "")
-        name = "KL to teacher (base rounded)" if "eval_kl_rounded" in metrics else "KL to the teacher"
-        table.add_row(name, base_kl, f"{kl:.4f}", change)
-    if "qat" in metrics:
-        rounded, packed = metrics["qat"]["eval_loss_rounded"], metrics["qat"]["eval_loss_packed"]
-        table.add_row("  rounded to nearest", f"{rounded:.4f}", "", f"{rounded - base:+.4f}")
-        table.add_row("  exported codes", "", f"{packed:.4f}", f"{packed - base:+.4f}")
-    table.add_row("perplexity", f"{ppl_base:.3f}", f"{ppl:.3f}", f"{100 * (ppl / ppl_base - 1):+.1f} %")
+    for label, base, tuned in figures(metrics, config):
+        if label == "perplexity":
+            table.add_row(label, f"{base:.3f}", f"{tuned:.3f}", f"{100 * (tuned / base - 1):+.1f} %")
+        else:
+            cells = ["" if cell is None else f"{cell:.4f}" for cell in (base, tuned)]
+            table.add_row(label, *cells, f"{tuned - base:+.4f}" if all(cells) else "")
     return table
 
 

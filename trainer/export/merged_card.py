@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.config.model import ModelSource
 from trainer.config.schema import Config
+from trainer.figures import markdown_table
 
 
 def write_merged_card(folder: Path, config: Config, metrics: dict[str, Any]) -> None:
@@ -23,7 +24,7 @@ def write_merged_card(folder: Path, config: Config, metrics: dict[str, Any]) -> 
             method=identity["method"],
             data=config.data.path and Path(config.data.path).name or config.data.source.value,
             merge=_merge_text(identity),
-            which=", unmerged" if lossy else "",
+            table=markdown_table(metrics, config, tuned="tuned, unmerged" if lossy else "tuned"),
             **metrics,
         ),
         encoding="utf-8",
@@ -60,10 +61,7 @@ tags: {tags}
 
 {method}, trained on {data} for {steps} steps ({tokens} tokens) with lowbit, and merged into one model.
 
-| held-out, {eval_rows} rows | base | tuned{which} |
-|---|---|---|
-| loss, nats a target token | {eval_loss_base:.4f} | {eval_loss:.4f} |
-| perplexity | {perplexity_base:.3f} | {perplexity:.3f} |
+{table}
 
 {merge}
 

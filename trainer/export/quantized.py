@@ -1,4 +1,4 @@
-"""The quantized model: the codes that training multiplied, in a folder that `trainer/packed_model.py` opens.
+"""The quantized model: the codes that training multiplied, in a folder that `trainer/qat/packed_model.py` opens.
 
     config.json, packed.safetensors, generation_config.json   see packed_model.py
     tokenizer files, chat template                            what training used
@@ -23,9 +23,9 @@ from trainer.architecture import base_model
 from trainer.config.model import ModelSource
 from trainer.config.schema import Config
 from trainer.export.merged import whole_folder
-from trainer.packed_linear import PackedEmbedding
-from trainer.packed_model import WEIGHTS, describe_packed, open_packed, packed_layers
-from trainer.qat_scheme import Scheme
+from trainer.qat.packed_linear import PackedEmbedding
+from trainer.qat.packed_model import WEIGHTS, describe_packed, open_packed, packed_layers
+from trainer.qat.scheme import Scheme
 from trainer.vocabulary import is_tied
 
 

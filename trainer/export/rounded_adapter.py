@@ -1,4 +1,4 @@
-"""An adapter whose merged weights are rounded (trainer/merge_aware.py): what its folder says of that, and reading it.
+"""An adapter whose merged weights are rounded (qat/merge_aware.py): what its folder says of that, and reading it.
 
     lowbit.json                `rounded`: the scheme of each layer, and the hash of the codes
     merged_scales.safetensors  learned scales and zero points by layer, where they are trained
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from trainer.architecture import base_model
 from trainer.config.errors import UserError, require
 from trainer.lora import register_layers
-from trainer.merge_aware import MergeAwareLinear
-from trainer.packed_model import packed_sha256
-from trainer.qat_lora import merge_aware_over, round_others, rounding_layers
-from trainer.qat_scheme import Scheme
+from trainer.qat.lora import merge_aware_over, round_others, rounding_layers
+from trainer.qat.merge_aware import MergeAwareLinear
+from trainer.qat.packed_model import packed_sha256
+from trainer.qat.scheme import Scheme
 
 SCALES = "merged_scales.safetensors"
 

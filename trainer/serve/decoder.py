@@ -15,7 +15,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.architecture import base_layer, base_model, rotary_table, sliding_windows, why_unsupported
 from trainer.config.errors import UserError, require
-from trainer.fake_quant import FakeQuantLinear, FakeQuantWeight
 from trainer.kernels.codebook4 import CodebookWeight
 from trainer.kernels.codebook_bits import BitsWeight
 from trainer.kernels.embedding import embed_tokens
@@ -40,8 +39,9 @@ from trainer.kernels.rms_norm import add_rms_norm, rms_norm
 from trainer.kernels.rope import rope_
 from trainer.kernels.swiglu import swiglu
 from trainer.linear import QuantLinear
-from trainer.packed_linear import PackedEmbedding, PackedLinear
-from trainer.qat_scheme import Activations
+from trainer.qat.fake_quant import FakeQuantLinear, FakeQuantWeight
+from trainer.qat.packed_linear import PackedEmbedding, PackedLinear
+from trainer.qat.scheme import Activations
 from trainer.quantizer import QuantizedTensor
 from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows
 

@@ -22,7 +22,7 @@ import torch
 
 from trainer.kernels.fake_quant import Grid
 from trainer.kernels.float_grids import FloatGrid
-from trainer.observers import ObserverKind, ObserverSettings
+from trainer.qat.observers import ObserverKind, ObserverSettings
 from trainer.quantizer import WHOLE_ROW, Quantizer
 
 NAMES = ("int4", "int4_int8", "int8", "int8_static", "nf4", "fp8", "mxfp4", "nvfp4")

@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from trainer.architecture import base_model
 from trainer.config.errors import UserError, require
 from trainer.linear import weights_sha256
-from trainer.packed_linear import Packed, PackedEmbedding, pack_layer, packed_weight
-from trainer.qat_scheme import Scheme
+from trainer.qat.packed_linear import Packed, PackedEmbedding, pack_layer, packed_weight
+from trainer.qat.scheme import Scheme
 
 METHOD, FORMAT = "lowbit", 1
 """What config.json calls this layout, and its number: another one is refused."""

@@ -11,7 +11,7 @@ block is packed and its 16-bit weights are gone. Its error is measured, packed, 
 nearest codes and for the trained ones: a block that did not gain keeps the nearest. Norms stay: at these rates values
 of 16 bits never move.
 
-Finished blocks are files (block_files.py). A run that was stopped reads them, passes the rows through the packed blocks
+Finished blocks are files (files.py). A run that was stopped reads them, passes the rows through the packed blocks
 and goes on, bit for bit.
 """
 
@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.activation_stream import ActivationStream
-from trainer.block_files import BlockReport, load_block, phase_sha256, save_block
-from trainer.block_training import Codes, Pass, mean_error, nearest_codes, pack_block, train_codes
+from trainer.blockwise.activation_stream import ActivationStream
+from trainer.blockwise.block import Codes, Pass, mean_error, nearest_codes, pack_block, train_codes
+from trainer.blockwise.files import BlockReport, load_block, phase_sha256, save_block
 from trainer.config.blockwise import BlockInputs, BlockwiseConfig
 from trainer.config.errors import require
 from trainer.data.loader import BatchPlan
 from trainer.fused_decoder import FusedDecoder
 from trainer.objective import NextTokenLoss
-from trainer.qat_scheme import Scheme
+from trainer.qat.scheme import Scheme
 from trainer.quantizer import Quantizer
 
 log = logging.getLogger(__name__)

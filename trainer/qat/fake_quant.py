@@ -12,13 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from trainer.fake_product import fake_product, fake_values
-from trainer.fake_weight import FromWeight, InputFunction, Learned, PerLayer, PerToken, Soft, Stochastic, WeightFunction
 from trainer.kernels.float_grids import FloatWeight
-from trainer.observers import Observer
-from trainer.qat_scheme import Rounding, Scheme
+from trainer.qat.fake_product import fake_product, fake_values
+from trainer.qat.fake_weight import (
+    FromWeight,
+    InputFunction,
+    Learned,
+    PerLayer,
+    PerToken,
+    Soft,
+    Stochastic,
+    WeightFunction,
+)
+from trainer.qat.observers import Observer
+from trainer.qat.rounding import rounding_seed
+from trainer.qat.scheme import Rounding, Scheme
 from trainer.quantizer import QuantizedTensor
-from trainer.rounding import rounding_seed
 
 
 class FakeQuantWeight(nn.Module):

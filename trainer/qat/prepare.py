@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from trainer.architecture import ARCHITECTURES
 from trainer.config.errors import UserError, require
 from trainer.config.qat import QatConfig, SchemeName, moment_step
-from trainer.fake_quant import (
+from trainer.qat.fake_quant import (
     commit_observers,
     fake_quant_layers,
     fake_quantize_embeddings,
@@ -27,9 +27,9 @@ from trainer.fake_quant import (
     fake_quantize_linears,
     set_rounding,
 )
-from trainer.packed_model import packed_layers
-from trainer.qat_scheme import Scheme
-from trainer.rounding import annealed_beta, soft_rounding_penalty
+from trainer.qat.packed_model import packed_layers
+from trainer.qat.rounding import annealed_beta, soft_rounding_penalty
+from trainer.qat.scheme import Scheme
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from trainer.kernels.fake_quant import (
 from trainer.kernels.float_grids import FloatGrid, FloatWeight
 from trainer.kernels.int4 import int4_codes, int4_scales, pack_int4
 from trainer.kernels.int8 import int8_quantize
-from trainer.qat_scheme import ScaleInit, grid_of
+from trainer.qat.rounding import initial_soft_rounding, rectified_sigmoid, rectified_sigmoid_gradient, rounding_noise
+from trainer.qat.scheme import ScaleInit, grid_of
 from trainer.quantizer import QuantizedTensor, Quantizer
-from trainer.rounding import initial_soft_rounding, rectified_sigmoid, rectified_sigmoid_gradient, rounding_noise
 
 MIN_SCALE = 2.0**-23
 """Learned scales stop here: a number above 0 in float32, bfloat16 and float16."""

@@ -2,7 +2,7 @@
 
 Its linear layers become FakeQuantLinear over float32 copies of their weights; Adam trains weights and scales, each at
 their own rate, to lower the error of the block's output. What comes back is codes: those that the last forward would
-multiply. `blockwise.py` gives the hidden states and goes from block to block.
+multiply. `blocks.py` gives the hidden states and goes from block to block.
 """
 
 import math
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.blockwise import BlockLoss, BlockwiseConfig
-from trainer.fake_quant import FakeQuantLinear
 from trainer.linear import QuantLinear
-from trainer.qat_scheme import Scheme
+from trainer.qat.fake_quant import FakeQuantLinear
+from trainer.qat.scheme import Scheme
 from trainer.quantizer import QuantizedTensor
 
 FINAL_LR_SHARE = 0.05

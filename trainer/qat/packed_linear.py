@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding as rows_of
 from torch.nn.functional import linear
 
-from trainer.fake_weight import PerLayer, PerToken
 from trainer.kernels.float_grids import FloatGrid, FloatWeight
 from trainer.kernels.int4 import Int4Weight
 from trainer.kernels.integer_linear import int4_linear_dynamic, int8_linear_dynamic
 from trainer.linear import QuantLinear
-from trainer.qat_scheme import Scheme
+from trainer.qat.fake_weight import PerLayer, PerToken
+from trainer.qat.scheme import Scheme
 from trainer.quantizer import QuantizedTensor
 
 Packed = QuantizedTensor | FloatWeight

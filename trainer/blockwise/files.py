@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer.block_training import Codes
+from trainer.blockwise.block import Codes
 from trainer.config.blockwise import BlockwiseConfig
 from trainer.config.errors import require
 from trainer.linear import weights_sha256
-from trainer.qat_scheme import Scheme
+from trainer.qat.scheme import Scheme
 from trainer.quantizer import QuantizedTensor
 
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.fake_weight import FromWeight, Learned
 from trainer.kernels.double_quant import quantize_absmax
 from trainer.kernels.float_grids import FloatGrid, FloatWeight
 from trainer.kernels.lora_linear import Adapter
 from trainer.kernels.merged_weight import merge_rows
+from trainer.qat.fake_weight import FromWeight, Learned
 from trainer.quantizer import QuantizedTensor, Quantizer
 
 CHUNK_WEIGHTS = 1 << 20

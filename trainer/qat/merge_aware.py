@@ -6,7 +6,7 @@ Q(W) x + s B A x is what others train, and Q(W + s B A) what they ship: another 
 update, since the update is smaller than a step of the grid. Here the codes that ship are those that were trained (L4Q,
 arXiv:2402.04902, section 3; straight-through, arXiv:1308.3432; scales are trained with `learn_scales` only).
 
-The codes are those of one float32 sum (trainer/merged_codes.py): the same in every step, in `convert` and in every
+The codes are those of one float32 sum (merged_codes.py): the same in every step, in `convert` and in every
 export, whatever the chunks and the threads. W + s B A exists a few rows at a time. Where rounding clamps nothing (INT4
 by 7, INT8, NF4), G is not formed either: the factors' gradients are those of plain LoRA, and the layer costs what QLoRA
 costs, beside one rounding a step.
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from trainer.fake_weight import FromWeight, InputFunction, Learned, PerToken
 from trainer.kernels.float_grids import FloatGrid
 from trainer.kernels.frozen_weight import FrozenWeight, multiply, multiply_transposed
 from trainer.kernels.int4 import Int4Weight
@@ -30,8 +29,9 @@ from trainer.kernels.integer_linear import int4_linear_dynamic, int8_linear_dyna
 from trainer.kernels.lora_linear import Adapter, lora_linear
 from trainer.kernels.lora_products import Update, gradients_A, multiply_A, output_gradients
 from trainer.lora import LoraLinear
-from trainer.merged_codes import Codes, MergedWeight, equal_tensors, joined, merged_codes, rows_of
-from trainer.qat_scheme import Scheme, grid_of
+from trainer.qat.fake_weight import FromWeight, InputFunction, Learned, PerToken
+from trainer.qat.merged_codes import Codes, MergedWeight, equal_tensors, joined, merged_codes, rows_of
+from trainer.qat.scheme import Scheme, grid_of
 from trainer.quantizer import QuantizedTensor
 
 

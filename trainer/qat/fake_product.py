@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from trainer.fake_weight import InputFunction, WeightFunction
 from trainer.kernels.int4 import Int4Weight
 from trainer.kernels.integer_linear import int4_linear_dynamic, int8_linear_dynamic
+from trainer.qat.fake_weight import InputFunction, WeightFunction
 
 
 def fake_values(tensor: Tensor, function: WeightFunction | InputFunction, *parameters: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""conf=qat_lora: an adapter whose layers round what they would be merged into (trainer/merge_aware.py).
+"""conf=qat_lora: an adapter whose layers round what they would be merged into (trainer/qat/merge_aware.py).
 
 Which layers round, what cannot be rounded and why, and the switch between 16 bits and codes.
 """
@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from trainer.config.errors import UserError, require
 from trainer.config.lora import LoraConfig
-from trainer.fake_quant import FakeQuantWeight, fake_quantize_embeddings, fake_quantize_linears
 from trainer.lora import Factors, LoraLinear, attach_lora
-from trainer.merge_aware import MergeAwareLinear
-from trainer.qat_scheme import Rounding, Scheme
+from trainer.qat.fake_quant import FakeQuantWeight, fake_quantize_embeddings, fake_quantize_linears
+from trainer.qat.merge_aware import MergeAwareLinear
+from trainer.qat.scheme import Rounding, Scheme
 
 
 def attach_merge_aware(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from trainer.linear import QuantLinear
-from trainer.qat_scheme import Scheme
+from trainer.qat.scheme import Scheme
 from trainer.quantizer import QuantizedTensor
 
 

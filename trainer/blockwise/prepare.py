@@ -1,6 +1,6 @@
 """From a 16-bit model to one whose scales are trained: codes chosen block by block, or the nearest ones.
 
-The two phases of EfficientQAT (arXiv:2407.11062): Block-AP (blockwise.py) fixes the codes, E2E-QP (trained_scales.py)
+The two phases of EfficientQAT (arXiv:2407.11062): Block-AP (blocks.py) fixes the codes, E2E-QP (scales.py)
 trains what is left on the model's own loss, in the one loop. Afterwards there are no 16-bit weights to go back to, so
 what the model lost by plain rounding is measured here.
 """
@@ -13,17 +13,17 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from trainer.block_files import write_report
-from trainer.block_training import nearest_codes
-from trainer.blockwise import BlockwiseTraining, by_block
+from trainer.blockwise.block import nearest_codes
+from trainer.blockwise.blocks import BlockwiseTraining, by_block
+from trainer.blockwise.files import write_report
+from trainer.blockwise.scales import train_scales
 from trainer.config.errors import UserError
 from trainer.config.schema import Config
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.linear import QuantLinear
 from trainer.objective import NextTokenLoss
-from trainer.qat import layer_schemes
-from trainer.qat_scheme import Scheme
-from trainer.trained_scales import train_scales
+from trainer.qat.prepare import layer_schemes
+from trainer.qat.scheme import Scheme
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,208 @@
+"""docs/quality_adapters.md from the results: each table under the command that made it, bars, papers against figures.
+
+What stands above `BY_HAND` is written anew by each --report; what stands below it is kept. Nothing is measured here.
+"""
+
+import statistics
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from study.cells import START_ALPHAS, Sizes
+from study.findings import Finding, bars, expectations
+from study.plots import draw
+from study.records import Records, mean_deviation, wilson
+from study.results import LABELS, Results, start_label, start_parts
+
+BY_HAND = "<!-- What stands below this line is written by hand; --report keeps it. -->"
+COMMAND = "python scripts/study_adapters.py"
+
+
+def write_report(records: Records, sizes: Sizes, docs: Path) -> None:
+    """Write the document and its plots into `docs`.
+
+    raises  ValueError if there are no results
+    """
+    results = Results(records, sizes)
+    if not results.all:
+        raise ValueError(f"{records.path} has no results of this study; run {COMMAND} first, with the same --work")
+    docs.mkdir(parents=True, exist_ok=True)
+    path = docs / "quality_adapters.md"
+    kept = path.read_text(encoding="utf-8").partition(BY_HAND)[2] if path.is_file() else "\n"
+    plots = draw(results, docs / "plots")
+    sections = [
+        *_head(results, sizes),
+        *_trained(results),
+        *(f"![{title}](plots/{name})" for name, title in plots.items()),
+        *_starts(results),
+        *_unscaled(results),
+        *_curves(results),
+        *_costs(results, sizes),
+        *_verdicts("Bars", "bar", bars(results)),
+        *_verdicts("The papers and these figures", "expected", expectations(results)),
+        BY_HAND,
+    ]
+    path.write_text("\n\n".join(sections) + kept, encoding="utf-8")
+    print(f"wrote {path} and {len(plots)} plots from {len(results.all)} cells")
+
+
+# ---- Markdown
+
+
+def paragraph(text: str) -> str:
+    """Lines of up to 150 characters, as the other documents have them."""
+    return textwrap.fill(" ".join(text.split()), width=150, break_long_words=False, break_on_hyphens=False)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
+    """A Markdown table; columns after the first are aligned right if they hold numbers."""
+    rule = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, rule, *rows))
+
+
+def spread(values: Sequence[float], form: str, deviation_form: str) -> str:
+    """Mean and deviation, or the one value."""
+    mean, deviation = mean_deviation(values)
+    return f"{mean:{form}} ± {deviation:{deviation_form}}" if len(values) > 1 else f"{mean:{form}}"
+
+
+def mean_error(point: dict[str, Any]) -> str:
+    """The mean over layers of ||W - (Q + s B A)|| / ||W||."""
+    return f"{statistics.mean(point['layer_errors'].values()):.4f}"
+
+
+# ---- sections
+
+
+def _head(results: Results, sizes: Sizes) -> list[str]:
+    dates = sorted({record["date"] for record in results.all})
+    machines = sorted({record["machine"] for record in results.all})
+    versions = sorted({", ".join(f"{k} {v}" for k, v in record["versions"].items()) for record in results.all})
+    text = [
+        "# Quality of adapters",
+        f"""What quantization costs a fine-tuned model, and what LoftQ and the relatives of LoRA give back. Written by
+        `{COMMAND} --report` from results of {" to ".join(dict.fromkeys([dates[0], dates[-1]]))}; {"; ".join(machines)};
+        {"; ".join(versions)}.""",
+        f"""Model {sizes.model}; rank 16 on all linear layers, alpha 32 (s = 2) unless said; {sizes.steps} steps of
+        {sizes.batch_size} rows of GSM8K's training file (at most {sizes.max_seq_len} tokens, AdamW, the default
+        learning rate, cosine). Seeds {", ".join(map(str, sizes.seeds))} choose rows and random factors; ± is the
+        standard deviation over them. Held-out loss: nats a target token over the first {sizes.eval_rows} rows of the
+        test file, with the adapter on, also before the first step. Perplexity: the first {sizes.windows} windows of
+        {sizes.window_len} tokens of WikiText-2's test text. Answers: the {sizes.questions} test questions after the
+        held-out rows, greedy, {sizes.answer_tokens} new tokens, through our server over the live module (DoRA, which it
+        does not serve: over its 16-bit merge). An answer is right if the first number after its last `####`, or without
+        one its last number, is the reference's; the interval is Wilson's for 95 %, over the seeds together.""",
+        f"""NF4, FP4, NF3 and NF2 have blocks of 64 whose scales take 0.127 bits a weight; INT4 has groups of
+        {sizes.int4_group_size} with bfloat16 scales, {16 / sizes.int4_group_size:g} bits a weight. rsLoRA has alpha 16,
+        so s = 16 / sqrt(16) = 4; with alpha 8 it would be QLoRA NF4 itself.""",
+    ]
+    if results.missing:
+        text.append(f"**Not measured:** {', '.join(results.missing)}.")
+    if results.failures:
+        failed = "; ".join(f"{record['name']} seed {record['seed']}: {record['error']}" for record in results.failures)
+        text.append(f"**Failed:** {failed}.")
+    return [paragraph(part) for part in text]
+
+
+def _trained(results: Results) -> list[str]:
+    header = ("method", "loss at start", "loss", "above 16-bit", "WikiText-2 perplexity", "right answers", "seeds")
+    exact = results.losses("lora_16bit")
+    rows = [_trained_row(name, records, exact) for name, records in results.trained.items()]
+    return ["## After training", f"`{COMMAND}`", table(header, rows)] if rows else []
+
+
+def _trained_row(name: str, records: list[dict[str, Any]], exact: list[float]) -> list[str]:
+    losses = [record["loss"] for record in records]
+    right, total = sum(record["right"] for record in records), sum(record["questions"] for record in records)
+    low, high = wilson(right, total)
+    return [
+        LABELS[name],
+        f"{statistics.mean(record['start_loss'] for record in records):.4f}",
+        spread(losses, ".4f", ".4f"),
+        f"{100 * (statistics.mean(losses) / statistics.mean(exact) - 1):+.2f} %" if exact else "",
+        spread([record["perplexity"] for record in records], ".5g", ".2g"),
+        f"{right} of {total} ({100 * low:.1f} to {100 * high:.1f} %)",
+        str(len(records)),
+    ]
+
+
+def _starts(results: Results) -> list[str]:
+    header = ("start", *(f"alpha {alpha}" for alpha in START_ALPHAS), "mean error", "largest error")
+    rows = []
+    for name, points in results.starts.items():
+        perplexities = {point["alpha"]: f"{point['perplexity']:.5g}" for point in points}
+        if len(points) == 1:  # without an update alpha has no effect
+            perplexities = dict.fromkeys(START_ALPHAS, f"{points[0]['perplexity']:.5g}")
+        errors = mean_error(points[0]), f"{max(points[0]['layer_errors'].values()):.4f}"
+        rows.append([start_label(name), *(perplexities[alpha] for alpha in START_ALPHAS), *errors])
+    text = f"""Perplexity on WikiText-2 with base and adapter as training would find them, and the relative error
+    ||W - (Q + s B A)|| / ||W|| of the linear layers, computed from the modules and not read from LoftQ's report.
+    r = 16, so alpha {START_ALPHAS[0]} to {START_ALPHAS[-1]} is r/2 to 4r; without an update it has no effect."""
+    found = [f"`{COMMAND} --only start`", paragraph(text), table(header, rows)] if rows else []
+    others = [
+        [LABELS[name], f"{records[0]['start_perplexity']:.5g}", mean_error(records[0])]
+        for name, records in results.trained.items()
+        if "start_perplexity" in records[0]  # the first seed only
+    ]
+    if others:
+        found += [
+            "The methods above, first seed:",
+            f"`{COMMAND}`",
+            table(("start", "perplexity", "mean error"), others),
+        ]
+    return ["## Before training", *found] if found else []
+
+
+def _unscaled(results: Results) -> list[str]:
+    rows = []
+    for name, points in results.starts.items():
+        codebook, method = start_parts(name)
+        plain = results.starts.get(f"start_{codebook}_plain")
+        if method == "loftq1" and plain:
+            theirs = (f"{point['unscaled_mean_error']:.4f} ({point['unscaled_perplexity']:.4g})" for point in points)
+            rows.append([codebook.upper(), mean_error(plain[0]), mean_error(points[0]), *theirs])
+    text = """The same with factors that leave s out, as LoftQ's reference and PEFT write them (T=1): mean error, and
+    perplexity in brackets. At alpha = 2r the error is that of plain QLoRA, above it larger."""
+    header = ("", "plain", "ours, every alpha", *(f"theirs, alpha {alpha}" for alpha in START_ALPHAS))
+    return [paragraph(text), f"`{COMMAND} --only start`", table(header, rows)] if rows else []
+
+
+def _curves(results: Results) -> list[str]:
+    if not results.curves:
+        return []
+    steps = [str(step) for step, _ in next(iter(results.curves.values()))]
+    rows = [[LABELS[name], *(f"{loss:.4f}" for _, loss in curve)] for name, curve in results.curves.items()]
+    if len(rows) == 2:
+        (_, first), (_, second) = results.curves.items()
+        pairs = zip(first, second, strict=True)
+        rows.append(["distance", *(f"{100 * (other / loss - 1):+.2f} %" for (_, loss), (_, other) in pairs)])
+    text = "Held-out loss by step, one seed, the schedule stretched to all steps:"
+    return ["## With more steps", f"`{COMMAND} --only long`", text, table(("method", *steps), rows)]
+
+
+def _costs(results: Results, sizes: Sizes) -> list[str]:
+    header = ("method", "set-up, s", "tokens/s", "median step, s", "peak after set-up, GiB", "peak, GiB")
+    rows = [
+        [
+            LABELS[name],
+            f"{cost['setup_s']:.1f}",
+            f"{cost['tokens_per_s']:.0f}",
+            f"{statistics.median(cost['step_s']):.2f}",
+            f"{cost['setup_peak_bytes'] / 2**30:.2f}",
+            f"{cost['peak_memory_bytes'] / 2**30:.2f}",
+        ]
+        for name, cost in results.costs.items()
+    ]
+    if not rows:
+        return []
+    threads = " or ".join(sorted({str(cost["threads"]) for cost in results.costs.values()}))
+    text = f"""A process a method, one after the other, threads: {threads}; {sizes.cost_steps} steps of
+    {sizes.batch_size} rows, the first not timed, the same rows for all. Set-up: loading, tokenizing, packing and the
+    starting point."""
+    return ["## Costs", f"`{COMMAND} --only cost`", paragraph(text), table(header, rows)]
+
+
+def _verdicts(title: str, claim: str, found: list[Finding]) -> list[str]:
+    rows = [[text, figures, "yes" if holds else "**no**"] for text, figures, holds in found]
+    return [f"## {title}", table((claim, "figures", "reached"), rows, numbers=False)] if rows else []

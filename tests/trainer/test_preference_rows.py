@@ -1,0 +1,191 @@
+"""Pairs and labelled answers from files and docstrings: every fault has its line, and only answers are learned."""
+
+import json
+
+import pytest
+
+from trainer.config.data import ColumnsConfig, DataConfig, DataSource
+from trainer.config.errors import UserError
+from trainer.config.model import ModelConfig, ModelSource
+from trainer.config.preference import Method
+from trainer.data.loader import group_by_length, row_len
+from trainer.data.preference import collate_labelled, collate_pairs, tokenize_preferences
+from trainer.data.preference_rows import Labelled, load_preferences, read_preferences
+from trainer.model import load_model
+
+USER, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+GO, WHAT = {"role": "assistant", "content": "Go away"}, {"role": "user", "content": "What?"}
+TURNS = [USER, HELLO]
+PAIR = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}
+ANSWER = {"prompt": "Hi", "completion": "Hello", "label": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_model(ModelConfig(ModelSource.tiny))[1]
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads these objects as a file."""
+
+    def of(*rows: dict, method: Method = Method.dpo, **columns: str):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = DataConfig(source=DataSource.jsonl, path=str(path), columns=ColumnsConfig(**columns))
+        return read_preferences(config, method, str(path))
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        PAIR,
+        {**PAIR, "prompt": [USER]},
+        {"prompt": [USER], "chosen": [HELLO], "rejected": [GO]},
+        {"prompt": "Hi", "chosen": [HELLO], "rejected": "Go away"},
+        {"chosen": [USER, HELLO], "rejected": [USER, GO]},
+        {"prompt": "Hi", "chosen": [USER, HELLO], "rejected": [USER, GO]},
+        {"prompt": [USER], "chosen": [USER, HELLO], "rejected": [USER, GO]},
+    ],
+)
+def test_shapes_of_a_pair(read, row):
+    (pair,) = read(row)
+    assert [pair.chosen.messages, pair.rejected.messages] == [[USER, HELLO], [USER, GO]]
+    assert (pair.chosen.prompt_len, pair.rejected.prompt_len) == (1, 1)
+    assert pair.chosen.origin.endswith("rows.jsonl:1")
+
+
+def test_columns_are_mapped(read):
+    (pair,) = read({"q": "Hi", "good": "Hello", "bad": "Go away"}, prompt="q", chosen="good", rejected="bad")
+    assert pair.chosen.messages == [USER, HELLO] and pair.rejected.messages == [USER, GO]
+    (row,) = read({"q": "Hi", "a": "Hello", "ok": False}, method=Method.kto, prompt="q", completion="a", label="ok")
+    assert row == Labelled(row.row, False) and row.row.messages == [USER, HELLO] and row.row.prompt_len == 1
+
+
+def test_texts_share_their_beginning(read, tokenizer):
+    """As TRL: what both begin with is the prompt, but for a space before the answer."""
+    (pair,) = read({"chosen": "Human: Hi\nBot: Hello", "rejected": "Human: Hi\nBot: Go away"})
+    assert pair.chosen.text[: pair.chosen.prompt_len] == "Human: Hi\nBot:" and pair.rejected.prompt_len == 14
+    row = tokenize_preferences([pair], tokenizer, 512, donors=[])[0]
+    for prefix, answer in (("", " Hello"), ("rejected_", " Go away")):
+        targets = [label for label in row[f"{prefix}labels"] if label != -100]
+        assert tokenizer.decode(targets) == f"{answer}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**PAIR, "rejected": "Hello"}, ":2: chosen and rejected are equal, so nothing is preferred"),
+        ({**PAIR, "rejected": [HELLO]}, ":2: chosen and rejected say the same"),
+        ({**PAIR, "rejected": " "}, ":2: rejected is empty; fill it"),
+        ({**PAIR, "chosen": None}, ":2: chosen is null; write a string"),
+        ({**PAIR, "chosen": []}, ":2: chosen does not begin with an assistant turn"),
+        ({**PAIR, "prompt": []}, ":2: prompt is empty"),
+        ({"prompt": "Hi", "chosen": "Hello"}, ":2: no rejected among the fields prompt, chosen; .*data.columns.chosen"),
+        (
+            {"chosen": "Hello", "rejected": [GO]},
+            ":2: chosen is a string and rejected is a list, and there is no prompt",
+        ),
+        ({"chosen": "Hello", "rejected": "Go"}, ":2: chosen and rejected begin differently, so there is no prompt"),
+        ({"chosen": "Hello", "rejected": "Hello you"}, ":2: chosen ends where the two begin to differ"),
+        ({"chosen": [USER, HELLO], "rejected": [WHAT, GO]}, ":2: .* have different prompts: they differ in turn 0"),
+        ({"chosen": [*TURNS, USER, HELLO], "rejected": [*TURNS, WHAT, GO]}, ":2: .*different prompts: .* turn 2"),
+        (
+            {"chosen": TURNS, "rejected": [*TURNS, WHAT, GO]},
+            ":2: .* equal up to the end of chosen, whose answer is empty",
+        ),
+        ({"prompt": "Ho", "chosen": TURNS, "rejected": [USER, GO]}, ":2: prompt is not what chosen and rejected begin"),
+    ],
+)
+def test_a_bad_pair_is_named(read, row, message):
+    with pytest.raises(UserError, match=message):
+        read(PAIR, row)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**ANSWER, "label": 1}, ":2: label is 1; write true for a good answer and false for a bad one"),
+        ({**ANSWER, "label": "true"}, ":2: label is 'true'; write true"),
+        ({**ANSWER, "completion": ""}, ":2: completion is empty"),
+        ({"prompt": "Hi", "completion": "Hello"}, ":2: no label among the fields prompt, completion"),
+    ],
+)
+def test_a_bad_labelled_answer_is_named(read, row, message):
+    with pytest.raises(UserError, match=message):
+        read(ANSWER, row, method=Method.kto)
+
+
+def test_only_the_answer_is_learned(read, tokenizer):
+    """Earlier assistant turns belong to the prompt."""
+    (pair,) = read({"chosen": [*TURNS, WHAT, HELLO], "rejected": [*TURNS, WHAT, GO]})
+    row = tokenize_preferences([pair], tokenizer, 512, donors=[])[0]
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "Hello<|im_end|>"
+    assert tokenizer.decode([label for label in row["rejected_labels"] if label != -100]) == "Go away<|im_end|>"
+
+
+def test_a_cut_never_takes_the_whole_answer_or_the_difference(read, tokenizer):
+    (pair,) = read({**PAIR, "chosen": "The same and A", "rejected": "The same and B"})
+    length = len(tokenize_preferences([pair], tokenizer, 512, donors=[])[0]["input_ids"])
+    with pytest.raises(UserError, match=r"rows.jsonl:1: no target token is left"):
+        tokenize_preferences([pair], tokenizer, length - 16, donors=[])
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the two answers are equal in the first \d+ tokens"):
+        tokenize_preferences([pair], tokenizer, length - 4, donors=[])
+
+
+def test_a_mismatched_answer_belongs_to_another_prompt(read, tokenizer):
+    """The nearest row before, in a circle; not one with the same prompt."""
+    rows = read(
+        {"prompt": "one", "completion": "1", "label": True},
+        {"prompt": "one", "completion": "uno", "label": False},
+        {"prompt": "two", "completion": "2", "label": True},
+        method=Method.kto,
+    )
+    table = tokenize_preferences(rows, tokenizer, 512, donors=rows)
+    found = [tokenizer.decode([label for label in labels if label != -100]) for labels in table["mismatched_labels"]]
+    assert found == ["2<|im_end|>", "2<|im_end|>", "uno<|im_end|>"]
+    for row in table:
+        prompt = row["labels"].count(-100) - 1  # the template's newline behind the answer has no label either
+        assert row["mismatched_input_ids"][:prompt] == row["input_ids"][:prompt]
+    alone = tokenize_preferences(rows[:1], tokenizer, 512, donors=rows)  # a held-out set of one row
+    assert tokenizer.decode([label for label in alone[0]["mismatched_labels"] if label != -100]) == "2<|im_end|>"
+    with pytest.raises(UserError, match="rows.jsonl:1: all rows have one prompt"):
+        tokenize_preferences(rows[:2], tokenizer, 512, donors=rows[:2])
+
+
+def test_batches(read, tokenizer):
+    rows = list(tokenize_preferences(read(PAIR, {**PAIR, "prompt": "Hi there"}), tokenizer, 512, donors=[]))
+    batch = collate_pairs(rows)
+    lengths = [len(row[name]) for row in rows for name in ("input_ids", "rejected_input_ids")]
+    assert batch["cu_seqlens"].diff().tolist() == lengths and row_len(rows[0]) == sum(lengths[:2])
+    assert collate_pairs([])["cu_seqlens"].tolist() == [0, 1]
+    assert [len(rows) for rows in group_by_length(rows, sum(lengths))] == [2]
+    assert [len(rows) for rows in group_by_length(rows, sum(lengths) - 1)] == [1, 1]  # a pair stays in one pass
+    answers = read(ANSWER, {**ANSWER, "prompt": "Ho", "label": False}, method=Method.kto)
+    batch = collate_labelled(list(tokenize_preferences(answers, tokenizer, 512, donors=answers)))
+    assert batch["desirable"].tolist() == [True, False] and len(batch["mismatched"]["cu_seqlens"]) == 3
+    assert collate_labelled([])["desirable"].tolist() == []
+
+
+def test_docstrings_make_a_demonstration():
+    """Right answers are docstrings of what is asked for, wrong ones others of the same module, where it has some."""
+    train, held_out = load_preferences(DataConfig(eval_rows=16), Method.dpo, 0)
+    assert len(held_out) == 16 and not {row.says() for row in train} & {row.says() for row in held_out}
+    assert all(row.chosen.messages[0] == row.rejected.messages[0] for row in train)
+    answers = {row.chosen.messages[1]["content"]: row.chosen.origin.split(".")[0] for row in train}
+    modules = [(row.chosen.origin.split(".")[0], answers[row.rejected.messages[1]["content"]]) for row in train]
+    # a few docstrings stand in two modules, and a few modules have one name that is documented
+    assert sum(one == other for one, other in modules) > 0.95 * len(modules)
+    labelled, _ = load_preferences(DataConfig(eval_rows=16), Method.kto, 0)
+    assert [row.desirable for row in labelled[:4]] == [True, False, True, False]
+    for row, pair in zip(labelled, train, strict=True):
+        assert row.row == (pair.chosen if row.desirable else pair.rejected)
+
+
+def test_no_held_out_pair_is_trained_on(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({**PAIR, "prompt": f"Hi {i % 15}"}) + "\n" for i in range(30)))
+    train, held_out = load_preferences(DataConfig(source=DataSource.jsonl, path=str(path)), Method.orpo, 0)
+    assert held_out and not {row.says() for row in train} & {row.says() for row in held_out}
