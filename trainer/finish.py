@@ -79,7 +79,7 @@ def finish_qat(run: PreparedRun, folders: dict[str, Path], provenance: dict[str,
         schemes=describe_schemes(causal_lm),
         packed_sha256=trained_sha256,
         eval_loss_rounded=state.eval_loss_rounded,
-        eval_loss_packed=training.evaluate(),
+        eval_loss_packed=training.evaluate()["loss"],
         recovered=_recovered(state.eval_loss_base, state.eval_loss_rounded, eval_loss),
         bits_per_weight=_bits_per_weight(causal_lm),
     )

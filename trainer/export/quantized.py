@@ -23,6 +23,7 @@ from trainer.architecture import base_model
 from trainer.config.model import ModelSource
 from trainer.config.schema import Config
 from trainer.export.merged import whole_folder
+from trainer.figures import markdown_table
 from trainer.qat.packed_linear import PackedEmbedding
 from trainer.qat.packed_model import WEIGHTS, describe_packed, open_packed, packed_layers
 from trainer.qat.scheme import Scheme
@@ -128,15 +129,13 @@ def write_quantized_card(folder: Path, config: Config, metrics: dict[str, Any]) 
     """README.md of the folder that `write_quantized` wrote; metrics: the content of metrics.json."""
     identity = json.loads((folder / "lowbit.json").read_text())["quantized"]
     base = str(identity["base"])
-    qat = metrics["qat"]
-    share = qat["recovered"]
+    share = metrics["qat"]["recovered"]
     (folder / "README.md").write_text(
         _CARD.format(
             base_name=base if config.model.source is ModelSource.hub else Path(base).name,
             data=config.data.path and Path(config.data.path).name or config.data.source.value,
             recovered="" if share is None else f"Of what rounding to nearest lost, {100 * share:.0f} % came back.",
-            rounded=qat["eval_loss_rounded"],
-            packed=qat["eval_loss_packed"],
+            table=markdown_table(metrics, config, tuned="trained"),
             **identity,
             **metrics,
         ),
@@ -154,9 +153,7 @@ tags: [lowbit, quantization-aware-training]
 {method}, through the quantizer ({schemes}), on {data} for {steps} steps ({tokens} tokens) with lowbit. The files hold
 the codes that the last step multiplied; their hash is `{packed_sha256}`.
 
-| held-out, {eval_rows} rows | 16 bits, before | rounded to nearest, before | trained | this folder |
-|---|---|---|---|---|
-| nats a target token | {eval_loss_base:.4f} | {rounded:.4f} | {eval_loss:.4f} | {packed:.4f} |
+{table}
 
 {recovered}
 
