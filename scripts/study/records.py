@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from study.cells import Cell
+from study.cell import Cell
 
 
 class Records:

@@ -42,13 +42,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The script and the modules of study/, by name."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    names = ("study_adapters", "study.cells", "study.records", "study.results", "study.findings")
+    names = ("study_adapters", "study.adapters.cells", "study.records", "study.runner", "study.adapters.results")
+    names += ("study.adapters.findings",)
     return {name: importlib.import_module(name) for name in names}
 
 
 def test_every_cell_has_all_its_figures(work: Path, modules: dict[str, ModuleType]) -> None:
     records = records_of(work)
-    cells = modules["study.cells"]
+    cells = modules["study.adapters.cells"]
     assert len(records) == len(cells.study_cells(cells.QUICK)) + 4
     assert all(record.keys() >= ALWAYS and "error" not in record for record in records)
     trained = [record for record in records if record["kind"] == "trained"]
@@ -138,14 +139,15 @@ def test_report(work: Path, tmp_path: Path) -> None:
 def test_a_cell_that_fails_is_recorded_and_the_rest_goes_on(
     tmp_path: Path, modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, cells = modules["study_adapters"], modules["study.cells"]
+    script, cells = modules["study_adapters"], modules["study.adapters.cells"]
     good = cells.chosen_cells(cells.QUICK, "cost_qlora_nf4")[0]
     bad = replace(good, name="bad", overrides=("conf=qlora", "lora.rank=0"))
-    data = script.made_up_data(tmp_path / "data")
-    run = script.Study(
-        modules["study.records"].Records(tmp_path / "results.jsonl"), cells.QUICK, data, tmp_path, jobs=1
-    )
-    run.run([bad, good])
+    data = tmp_path / "data"
+    data.mkdir()
+    script.make_data(data)
+    records = modules["study.records"].Records(tmp_path / "results.jsonl")
+    run = modules["study.runner"].Runner(SCRIPT, records, data, tmp_path, jobs=1, say=script.say)
+    run.run([bad, good], per_process=2)
     assert run.num_failed == 1
     assert [(record["name"], "error" in record) for record in records_of(tmp_path)] == [
         ("bad", True),
@@ -168,7 +170,7 @@ def test_faults_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_settings_alone_decide_what_a_cell_is(modules: dict[str, ModuleType]) -> None:
-    cells = modules["study.cells"]
+    cells = modules["study.adapters.cells"]
     first = {cell.name: cell for cell in cells.study_cells(cells.FULL)}
     longer = {cell.name: cell for cell in cells.study_cells(replace(cells.FULL, steps=30))}
     assert first["qlora_nf4"].key != longer["qlora_nf4"].key and first["start_16bit"].key == longer["start_16bit"].key
@@ -191,7 +193,7 @@ def test_settings_alone_decide_what_a_cell_is(modules: dict[str, ModuleType]) ->
 )
 def test_number_of_an_answer(monkeypatch: pytest.MonkeyPatch, text: str, number: Decimal | None) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    measure = importlib.import_module("study.measure")
+    measure = importlib.import_module("study.adapters.measure")
     assert measure.final_number(text) == number
     assert measure.is_right(text, f"#### {number}") == (number is not None)
 
@@ -206,22 +208,22 @@ def test_wilson(modules: dict[str, ModuleType]) -> None:
 @pytest.mark.parametrize(("gain", "reached"), [(0.05, True), (0.02, False), (-0.05, False)])
 def test_the_bar_counts_deviations(modules: dict[str, ModuleType], gain: float, reached: bool) -> None:
     """Losses 1 -+ 0.01 have a deviation of 0.01, a difference of two such runs one of 0.0141."""
-    results = object.__new__(modules["study.results"].Results)
+    results = object.__new__(modules["study.adapters.results"].Results)
     results.starts = {}
     results.trained = {
         "qlora_nf2": [{"loss": loss} for loss in (0.99, 1.0, 1.01)],
         "loftq5_nf2": [{"loss": loss - gain} for loss in (0.99, 1.0, 1.01)],
     }
-    (claim, figures, holds) = modules["study.findings"].bars(results)[0]
+    (claim, figures, holds) = modules["study.adapters.findings"].bars(results)[0]
     assert holds is reached and "2 bits" in claim and "deviation of the difference 0.0141" in figures
 
 
 @pytest.mark.parametrize(("after", "reached"), [((90, 90, 90, 99.9), True), ((90, 90, 90, 100.1), False)])
 def test_the_bar_wants_every_alpha(modules: dict[str, ModuleType], after: tuple[float, ...], reached: bool) -> None:
-    results = object.__new__(modules["study.results"].Results)
+    results = object.__new__(modules["study.adapters.results"].Results)
     results.trained = {}
     results.starts = {
         "start_nf2_plain": [{"perplexity": 100.0}],
         "start_nf2_loftq5": [{"perplexity": perplexity} for perplexity in after],
     }
-    assert [holds for _, _, holds in modules["study.findings"].bars(results)] == [reached]
+    assert [holds for _, _, holds in modules["study.adapters.findings"].bars(results)] == [reached]

@@ -1,21 +1,19 @@
 """docs/quality_adapters.md from the results: each table under the command that made it, bars, papers against figures.
 
-What stands above `BY_HAND` is written anew by each --report; what stands below it is kept. Nothing is measured here.
+Nothing is measured here.
 """
 
 import statistics
-import textwrap
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.cells import START_ALPHAS, Sizes
-from study.findings import Finding, bars, expectations
-from study.plots import draw
-from study.records import Records, mean_deviation, wilson
-from study.results import LABELS, Results, start_label, start_parts
+from study.adapters.cells import START_ALPHAS, Sizes
+from study.adapters.findings import bars, expectations
+from study.adapters.plots import draw
+from study.adapters.results import LABELS, Results, start_label, start_parts
+from study.document import origin, paragraph, spread, table, verdicts, write_document
+from study.records import Records, wilson
 
-BY_HAND = "<!-- What stands below this line is written by hand; --report keeps it. -->"
 COMMAND = "python scripts/study_adapters.py"
 
 
@@ -27,9 +25,7 @@ def write_report(records: Records, sizes: Sizes, docs: Path) -> None:
     results = Results(records, sizes)
     if not results.all:
         raise ValueError(f"{records.path} has no results of this study; run {COMMAND} first, with the same --work")
-    docs.mkdir(parents=True, exist_ok=True)
     path = docs / "quality_adapters.md"
-    kept = path.read_text(encoding="utf-8").partition(BY_HAND)[2] if path.is_file() else "\n"
     plots = draw(results, docs / "plots")
     sections = [
         *_head(results, sizes),
@@ -39,32 +35,14 @@ def write_report(records: Records, sizes: Sizes, docs: Path) -> None:
         *_unscaled(results),
         *_curves(results),
         *_costs(results, sizes),
-        *_verdicts("Bars", "bar", bars(results)),
-        *_verdicts("The papers and these figures", "expected", expectations(results)),
-        BY_HAND,
+        *verdicts("Bars", "bar", bars(results)),
+        *verdicts("The papers and these figures", "expected", expectations(results)),
     ]
-    path.write_text("\n\n".join(sections) + kept, encoding="utf-8")
+    write_document(path, sections)
     print(f"wrote {path} and {len(plots)} plots from {len(results.all)} cells")
 
 
-# ---- Markdown
-
-
-def paragraph(text: str) -> str:
-    """Lines of up to 150 characters, as the other documents have them."""
-    return textwrap.fill(" ".join(text.split()), width=150, break_long_words=False, break_on_hyphens=False)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
-    """A Markdown table; columns after the first are aligned right if they hold numbers."""
-    rule = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, rule, *rows))
-
-
-def spread(values: Sequence[float], form: str, deviation_form: str) -> str:
-    """Mean and deviation, or the one value."""
-    mean, deviation = mean_deviation(values)
-    return f"{mean:{form}} ± {deviation:{deviation_form}}" if len(values) > 1 else f"{mean:{form}}"
+# ---- sections
 
 
 def mean_error(point: dict[str, Any]) -> str:
@@ -72,18 +50,11 @@ def mean_error(point: dict[str, Any]) -> str:
     return f"{statistics.mean(point['layer_errors'].values()):.4f}"
 
 
-# ---- sections
-
-
 def _head(results: Results, sizes: Sizes) -> list[str]:
-    dates = sorted({record["date"] for record in results.all})
-    machines = sorted({record["machine"] for record in results.all})
-    versions = sorted({", ".join(f"{k} {v}" for k, v in record["versions"].items()) for record in results.all})
     text = [
         "# Quality of adapters",
-        f"""What quantization costs a fine-tuned model, and what LoftQ and the relatives of LoRA give back. Written by
-        `{COMMAND} --report` from results of {" to ".join(dict.fromkeys([dates[0], dates[-1]]))}; {"; ".join(machines)};
-        {"; ".join(versions)}.""",
+        f"""What quantization costs a fine-tuned model, and what LoftQ and the relatives of LoRA give back.
+        {origin(COMMAND, results.all)}""",
         f"""Model {sizes.model}; rank 16 on all linear layers, alpha 32 (s = 2) unless said; {sizes.steps} steps of
         {sizes.batch_size} rows of GSM8K's training file (at most {sizes.max_seq_len} tokens, AdamW, the default
         learning rate, cosine). Seeds {", ".join(map(str, sizes.seeds))} choose rows and random factors; ± is the
@@ -201,8 +172,3 @@ def _costs(results: Results, sizes: Sizes) -> list[str]:
     {sizes.batch_size} rows, the first not timed, the same rows for all. Set-up: loading, tokenizing, packing and the
     starting point."""
     return ["## Costs", f"`{COMMAND} --only cost`", paragraph(text), table(header, rows)]
-
-
-def _verdicts(title: str, claim: str, found: list[Finding]) -> list[str]:
-    rows = [[text, figures, "yes" if holds else "**no**"] for text, figures, holds in found]
-    return [f"## {title}", table((claim, "figures", "reached"), rows, numbers=False)] if rows else []

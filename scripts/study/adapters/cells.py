@@ -1,14 +1,12 @@
 """What the study of adapters measures: cells, each a method with its settings and a seed, and the order of them.
 
-A cell is known by name, seed and a hash of its settings; where files lie does not enter, so results stay valid when
-the checkout or the data move. The order makes a study that is stopped halfway useful: every method once, the starting
+The order makes a study that is stopped halfway useful: every method once, the starting
 points, then further seeds.
 """
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from study.cell import Cell, choose
 
 TRAIN_FILE, TEST_FILE, TEXT_FILE = "gsm8k_train.jsonl", "gsm8k_test.jsonl", "wikitext2_test.txt"
 RANK = 16
@@ -71,37 +69,6 @@ _SIZES_OF = {
     "long": ("model", "batch_size", "max_seq_len", "train_rows", "eval_rows", "long_steps"),
 }
 """The sizes that a kind of cell depends on."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One line of the results.
-
-    kind       trained, start (no training), cost (time and memory of a few steps) or long (more steps)
-    overrides  what the method is, as on train.py's command line
-    sizes      what it depends on of `Sizes`
-    """
-
-    name: str
-    kind: str
-    seed: int
-    overrides: tuple[str, ...]
-    sizes: dict[str, Any]
-
-    @property
-    def key(self) -> tuple[str, int, str]:
-        """name, seed and the hash of all settings."""
-        settings = json.dumps([self.kind, self.overrides, self.sizes], sort_keys=True)
-        return self.name, self.seed, hashlib.sha256(settings.encode()).hexdigest()[:12]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        return {**asdict(self), "overrides": list(self.overrides), "hash": self.key[2]}
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> "Cell":
-        """The cell behind `to_dict`."""
-        return cls(saved["name"], saved["kind"], saved["seed"], tuple(saved["overrides"]), saved["sizes"])
 
 
 def methods(sizes: Sizes) -> dict[str, tuple[str, ...]]:
@@ -181,10 +148,4 @@ def chosen_cells(sizes: Sizes, only: str) -> list[Cell]:
     """
     if not only:
         return study_cells(sizes)
-    cells = [*study_cells(sizes), *cost_cells(sizes), *long_cells(sizes)]
-    names = tuple(name for name in only.split(",") if name)
-    unknown = [name for name in names if not any(cell.name.startswith(name) for cell in cells)]
-    if unknown or not names:
-        known = ", ".join(dict.fromkeys(cell.name for cell in cells))
-        raise ValueError(f"--only {only}: no cell begins with {', '.join(unknown) or 'that'}; cells: {known}")
-    return [cell for cell in cells if cell.name.startswith(names)]
+    return choose([*study_cells(sizes), *cost_cells(sizes), *long_cells(sizes)], only)

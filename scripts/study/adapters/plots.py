@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from study.adapters.results import LABELS, Results, start_label, start_parts
 from study.records import mean_deviation
-from study.results import LABELS, Results, start_label, start_parts
 
 GREY = "#808080"
 COLOURS = {"nf4": "#2a9d8f", "nf3": "#e08a1e", "nf2": "#d1495b"}

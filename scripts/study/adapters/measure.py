@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from study.cells import ALPHA_ERRORS_ARE_READ_AT, START_ALPHAS, TEST_FILE, TEXT_FILE, TRAIN_FILE, Cell
+from study.adapters.cells import ALPHA_ERRORS_ARE_READ_AT, START_ALPHAS, TEST_FILE, TEXT_FILE, TRAIN_FILE
+from study.cell import Cell
 from torch import nn
 
 from trainer import LLM, SamplingParams, load_config

@@ -1,6 +1,6 @@
 """What the report and its plots read: the records of the cells by method, and the methods' names for people."""
 
-from study.cells import Sizes, cost_cells, long_cells, methods, starts, study_cells
+from study.adapters.cells import Sizes, cost_cells, long_cells, methods, starts, study_cells
 from study.records import Records
 
 LABELS = {

@@ -2,11 +2,10 @@
 
 import statistics
 
+from study.adapters.results import Results
+from study.document import Finding
 from study.records import mean_deviation
-from study.results import Results
 
-Finding = tuple[str, str, bool]
-"""A claim, the figures, and whether they bear it out."""
 DEVIATIONS = 2
 """Two means differ if they are more than so many standard deviations of a difference of two runs apart."""
 SMALL = 2.0
