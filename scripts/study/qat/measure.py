@@ -1,0 +1,208 @@
+"""One cell of the study, measured through the very path of train.py: train, export, open what was exported.
+
+A trained cell's figures are those of the folder that the run wrote, opened as the server opens it, against the 16-bit
+model: what ships, and not what training saw.
+"""
+
+import json
+import math
+import shutil
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from study.cell import Cell
+from study.qat.cells import TEST_FILE, TRAIN_FILE
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from trainer import finetune, load_config
+from trainer.config.errors import UserError
+from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.config.schema import Config
+from trainer.evaluate.merge_gain import MergeGain, measure_merge_gain
+from trainer.export.adapter import read_adapter
+from trainer.loop import train
+from trainer.metrics import peak_memory_bytes
+from trainer.model import load_model, prepare_model
+from trainer.objective import NextTokenLoss
+from trainer.prepare import prepare_run
+from trainer.qat.fake_quant import head_operands
+from trainer.qat.prepare import prepare_qat
+from trainer.run import Result
+
+CHUNK = 256
+"""Positions whose logits are held at a time."""
+
+
+def measure(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
+    """The figures of a cell; `folder` is emptied first and removed at the end.
+
+    data  holds WikiText-2's validation and test text
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    began = time.monotonic()
+    kinds = {"rounded": _rounded, "trained": _trained, "blocks": _trained, "cost": _cost}
+    figures = kinds[cell.kind](cell, data, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return {**figures, "cell_s": time.monotonic() - began, "threads": torch.get_num_threads()}
+
+
+# ---- kinds of cells
+
+
+def _rounded(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
+    """A format without training, by the layers that training would start from."""
+    model, tokenizer = load_model(_model(cell))
+    if cell.overrides:
+        prepare_qat(model, load_config("conf=qat", *cell.overrides).qat)
+    return _compared(model, cell, _windows(cell, data, tokenizer))
+
+
+def _trained(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
+    """A run, from the command's overrides to the folder that it wrote."""
+    text = _write_rows(cell, data, folder.with_suffix(".jsonl"))
+    config = _config(cell, text, folder, steps=cell.sizes["steps"])
+    began = time.monotonic()
+    result = finetune(config)
+    run_s = time.monotonic() - began
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    figures = {
+        "run_s": run_s,
+        "losses": [line["loss"] for line in lines],
+        "tokens": result.metrics["tokens"],
+        "tokens_per_s": result.metrics["tokens_per_s"],
+        "peak_memory_bytes": peak_memory_bytes(),
+        "own_loss": [result.metrics["eval_loss_base"], result.metrics["eval_loss"]],
+    }
+    if "qat" in result.metrics:
+        figures |= {name: result.metrics["qat"][name] for name in ("bits_per_weight", "packed_sha256", "agreement")}
+    text.unlink()
+    if "adapter" in result.exports:
+        gain = figures["gain"] = asdict(_gain(cell, config, result, data))
+    exported = result.exports.get("quantized") or result.exports.get("merged")
+    if exported is None:  # the usual way: what it would ship is no file
+        return {**figures, "perplexity": math.exp(gain["shipped"])}
+    model, tokenizer = load_model(ModelConfig(ModelSource.folder, str(exported), dtype=DType(_dtype(cell))))
+    return {**figures, **_compared(model, cell, _windows(cell, data, tokenizer))}
+
+
+def _cost(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
+    """Seconds of a step and peak memory; the same rows for every method."""
+    folder.mkdir(parents=True)
+    text = _write_rows(cell, data, folder / "rows.jsonl")
+    run = prepare_run(_config(cell, text, folder, steps=cell.sizes["cost_steps"]), folder, Accelerator())
+    setup_peak = peak_memory_bytes()
+    train(run.training, run.state)
+    for sink in run.training.sinks:
+        sink.close()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    tokens = [line["tokens"] - before["tokens"] for before, line in zip(lines[1:], lines[2:], strict=False)]
+    seconds = [count / line["tokens_per_s"] for count, line in zip(tokens, lines[2:], strict=True)]
+    return {
+        "setup_peak_bytes": setup_peak,
+        "step_s": seconds,
+        "tokens_per_s": statistics.median(count / second for count, second in zip(tokens, seconds, strict=True)),
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+# ---- parts
+
+
+def _dtype(cell: Cell) -> str:
+    """The tiny model's own is float32 either way; the studied one is bfloat16 in training, and as it is shipped."""
+    return "float32" if cell.sizes["model"] == "tiny" else "bfloat16"
+
+
+def _model(cell: Cell) -> ModelConfig:
+    source = {"tiny": ModelSource.tiny, "smollm2_135m": ModelSource.bundled}[cell.sizes["model"]]
+    return ModelConfig(source, dtype=DType(_dtype(cell)))
+
+
+def _config(cell: Cell, text: Path, folder: Path, *, steps: int) -> Config:
+    sizes = cell.sizes
+    blocks = [f"blockwise.{name}={sizes[f'block_{name}']}" for name in ("rows", "val_rows") if cell.kind == "blocks"]
+    exports = {"conf=full": "[merged]", "conf=qlora": "[adapter]"}.get(cell.overrides[0])
+    return load_config(
+        *cell.overrides,
+        *(f"model={sizes['model']}", f"model.dtype={_dtype(cell)}", f"seed={cell.seed}", f"output_dir={folder}"),
+        *("data=jsonl", f"data.path={text}", "data.columns.text=text", f"data.max_seq_len={sizes['row_len']}"),
+        *(f"data.eval_rows={sizes['eval_rows']}", f"train.batch_size={sizes['batch_size']}"),
+        *(f"train.max_steps={steps}", "train.save_every=0", "train.keep_checkpoints=1", "evaluate.samples=0"),
+        *blocks,
+        *([f"export.formats={exports}"] if exports else []),
+    )
+
+
+def _write_rows(cell: Cell, data: Path, path: Path) -> Path:
+    """The training text in pieces of the row's length, as rows that train.py reads."""
+    length = cell.sizes["row_len"] - 1  # a text ends with a token of its own
+    tokenizer = load_model(_model(cell))[1]
+    ids = tokenizer((data / TRAIN_FILE).read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    rows = [tokenizer.decode(ids[start : start + length]) for start in range(0, len(ids) - length + 1, length)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def _windows(cell: Cell, data: Path, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """[windows, window_len] int64, from the start of the test text; each is read without what stands before it."""
+    count, length = cell.sizes["windows"], cell.sizes["window_len"]
+    text = (data / TEST_FILE).read_text(encoding="utf-8")[: 16 * count * length]  # no token of text has 16 characters
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if len(ids) < count * length:
+        raise UserError(f"{data / TEST_FILE} has {len(ids)} tokens; {count} windows need {count * length}")
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+@torch.inference_mode()
+def _compared(model: nn.Module, cell: Cell, windows: Tensor) -> dict[str, float]:
+    """Perplexity, and against the 16-bit model KL(16-bit || model) in nats a token and the share of likeliest tokens
+    that are the same."""
+    studied, reference = NextTokenLoss(model.eval()), NextTokenLoss(load_model(_model(cell))[0].eval())
+    loss, divergence, same = 0.0, 0.0, 0
+    for window in windows:
+        operands, reference_operands = _operands(studied, window), _operands(reference, window)
+        for start in range(0, len(window) - 1, CHUNK):
+            part = slice(start, start + CHUNK)
+            log_probs, wanted = (_log_probs(x[part], w) for x, w in (operands, reference_operands))
+            loss -= log_probs.gather(1, window[1:][part, None]).double().sum().item()
+            divergence += (wanted.exp() * (wanted - log_probs)).sum(1).double().sum().item()
+            same += int((wanted.argmax(1) == log_probs.argmax(1)).sum())
+    count = windows.shape[0] * (windows.shape[1] - 1)
+    return {"perplexity": math.exp(loss / count), "kl": divergence / count, "same_token": same / count}
+
+
+def _operands(objective: NextTokenLoss, window: Tensor) -> tuple[Tensor, Tensor]:
+    """What the output head multiplies at all positions but the last."""
+    cu_seqlens = torch.tensor([0, len(window)], dtype=torch.int32)
+    hidden_states = objective.hidden_states(window, cu_seqlens, torch.arange(len(window) - 1))
+    return head_operands(objective.head, hidden_states)
+
+
+def _log_probs(hidden_states: Tensor, weight: Tensor) -> Tensor:
+    return (hidden_states @ weight.T).float().log_softmax(1)
+
+
+def _gain(cell: Cell, config: Config, result: Result, data: Path) -> MergeGain:
+    """How much of what the adapter gained on the test text is left in the codes that ship."""
+    model, tokenizer = load_model(_model(cell))
+    weights = {}
+    if not config.qat.enabled:
+        weights = {name: layer.weight.clone() for name, layer in model.named_modules() if type(layer) is nn.Linear}
+        prepare_model(model, config.quant)
+    model = read_adapter(model, result.exports["adapter"], tokenizer)
+    windows = _windows(cell, data, tokenizer)
+
+    @torch.inference_mode()
+    def loss() -> float:
+        objective = NextTokenLoss(model.eval())
+        total = sum(objective(window[None], window[None]).item() for window in windows)
+        return total / (windows.shape[0] * (windows.shape[1] - 1))
+
+    return measure_merge_gain(model, loss, weights)
