@@ -16,7 +16,9 @@ def test_every_recipe_runs_and_leaves_a_whole_folder(train, tmp_path, jsonl, rec
     done = train(f"conf={recipe}", *TINY, f"data.path={jsonl}", "tracker=wandb")
     (run_dir,) = (tmp_path / "outputs" / recipe).iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", run_dir.name)
-    export = "export/merged" if recipe == "full" else "export/adapter"
+    export = {"full": "export/merged", "qat": "export/quantized", "qat_blocks": "export/quantized"}.get(
+        recipe, "export/adapter"
+    )
     for name in ("config.yaml", "metrics.jsonl", "metrics.json", "train.log", "checkpoints/step_3", export):
         assert (run_dir / name).exists(), name
     assert list((run_dir / "wandb").glob("offline-run-*"))

@@ -17,7 +17,7 @@ class Sizes:
     """How much is measured."""
 
     model: str = "smollm2_135m"
-    steps: int = 48
+    steps: int = 32
     batch_size: int = 4
     row_len: int = 512
     """Tokens of a training row."""

@@ -65,8 +65,8 @@ def _rounded(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
 
 def _trained(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     """A run, from the command's overrides to the folder that it wrote."""
-    text = _write_rows(cell, data, folder.with_suffix(".jsonl"))
-    config = _config(cell, text, folder, steps=cell.sizes["steps"])
+    rows = folder.with_name(f"{folder.name}_rows")
+    config = _config(cell, _write_rows(cell, data, rows), folder, steps=cell.sizes["steps"])
     began = time.monotonic()
     result = finetune(config)
     run_s = time.monotonic() - began
@@ -81,7 +81,7 @@ def _trained(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     }
     if "qat" in result.metrics:
         figures |= {name: result.metrics["qat"][name] for name in ("bits_per_weight", "packed_sha256", "agreement")}
-    text.unlink()
+    shutil.rmtree(rows)
     if "adapter" in result.exports:
         gain = figures["gain"] = asdict(_gain(cell, config, result, data))
     exported = result.exports.get("quantized") or result.exports.get("merged")
@@ -93,9 +93,8 @@ def _trained(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
 
 def _cost(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     """Seconds of a step and peak memory; the same rows for every method."""
-    folder.mkdir(parents=True)
-    text = _write_rows(cell, data, folder / "rows.jsonl")
-    run = prepare_run(_config(cell, text, folder, steps=cell.sizes["cost_steps"]), folder, Accelerator())
+    rows = _write_rows(cell, data, folder / "rows")
+    run = prepare_run(_config(cell, rows, folder, steps=cell.sizes["cost_steps"]), folder, Accelerator())
     setup_peak = peak_memory_bytes()
     train(run.training, run.state)
     for sink in run.training.sinks:
@@ -124,14 +123,15 @@ def _model(cell: Cell) -> ModelConfig:
     return ModelConfig(source, dtype=DType(_dtype(cell)))
 
 
-def _config(cell: Cell, text: Path, folder: Path, *, steps: int) -> Config:
+def _config(cell: Cell, rows: Path, folder: Path, *, steps: int) -> Config:
     sizes = cell.sizes
     blocks = [f"blockwise.{name}={sizes[f'block_{name}']}" for name in ("rows", "val_rows") if cell.kind == "blocks"]
     exports = {"conf=full": "[merged]", "conf=qlora": "[adapter]"}.get(cell.overrides[0])
     return load_config(
         *cell.overrides,
         *(f"model={sizes['model']}", f"model.dtype={_dtype(cell)}", f"seed={cell.seed}", f"output_dir={folder}"),
-        *("data=jsonl", f"data.path={text}", "data.columns.text=text", f"data.max_seq_len={sizes['row_len']}"),
+        *("data=jsonl", "data.columns.text=text", f"data.max_seq_len={sizes['row_len']}"),
+        *(f"data.path={rows / 'train.jsonl'}", f"data.eval_path={rows / 'eval.jsonl'}"),
         *(f"data.eval_rows={sizes['eval_rows']}", f"train.batch_size={sizes['batch_size']}"),
         *(f"train.max_steps={steps}", "train.save_every=0", "train.keep_checkpoints=1", "evaluate.samples=0"),
         *blocks,
@@ -139,15 +139,20 @@ def _config(cell: Cell, text: Path, folder: Path, *, steps: int) -> Config:
     )
 
 
-def _write_rows(cell: Cell, data: Path, path: Path) -> Path:
-    """The training text in pieces of the row's length, as rows that train.py reads."""
-    length = cell.sizes["row_len"] - 1  # a text ends with a token of its own
+def _write_rows(cell: Cell, data: Path, folder: Path) -> Path:
+    """The training text in pieces of the row's length, in files that train.py reads: the last ones are held out.
+
+    The same for every seed, which chooses among them, so that all cells share what the teacher says.
+    """
+    length, held_out = cell.sizes["row_len"] - 1, cell.sizes["eval_rows"]  # a text ends with a token of its own
     tokenizer = load_model(_model(cell))[1]
     ids = tokenizer((data / TRAIN_FILE).read_text(encoding="utf-8"), verbose=False)["input_ids"]
-    rows = [tokenizer.decode(ids[start : start + length]) for start in range(0, len(ids) - length + 1, length)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
-    return path
+    texts = [tokenizer.decode(ids[start : start + length]) for start in range(0, len(ids) - length + 1, length)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", texts[:-held_out]), ("eval", texts[-held_out:])):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
 
 
 def _windows(cell: Cell, data: Path, tokenizer: PreTrainedTokenizerBase) -> Tensor:
