@@ -56,7 +56,7 @@ def test_every_cell_has_its_figures(work: Path) -> None:
     assert found["naive_g32", 0]["gain"]["shipped"] != found["naive_g32", 0]["gain"]["trained"]
     costs = [record for record in records if record["kind"] == "cost"]
     assert len(costs) == 2 and all(len(record["step_s"]) == 2 for record in costs)
-    assert not list((work / "runs").iterdir())
+    assert [path.name for path in (work / "runs").iterdir()] == ["reference_tiny_2_64.pt"]  # no run is left
 
 
 def test_the_document_has_every_table(work: Path, tmp_path: Path) -> None:

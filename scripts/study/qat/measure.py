@@ -6,6 +6,7 @@ model: what ships, and not what training saw.
 
 import json
 import math
+import os
 import shutil
 import statistics
 import time
@@ -57,10 +58,11 @@ def measure(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
 
 def _rounded(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     """A format without training, by the layers that training would start from."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model(_model(cell))
     if cell.overrides:
         prepare_qat(model, load_config("conf=qat", *cell.overrides).qat)
-    return _compared(model, cell, _windows(cell, data, tokenizer))
+    return _compared(model, cell, _windows(cell, data, tokenizer), folder.parent)
 
 
 def _trained(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def _trained(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     if exported is None:  # the usual way: what it would ship is no file
         return {**figures, "perplexity": math.exp(gain["shipped"])}
     model, tokenizer = load_model(ModelConfig(ModelSource.folder, str(exported), dtype=DType(_dtype(cell))))
-    return {**figures, **_compared(model, cell, _windows(cell, data, tokenizer))}
+    return {**figures, **_compared(model, cell, _windows(cell, data, tokenizer), folder.parent)}
 
 
 def _cost(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
@@ -166,21 +168,37 @@ def _windows(cell: Cell, data: Path, tokenizer: PreTrainedTokenizerBase) -> Tens
 
 
 @torch.inference_mode()
-def _compared(model: nn.Module, cell: Cell, windows: Tensor) -> dict[str, float]:
+def _compared(model: nn.Module, cell: Cell, windows: Tensor, kept: Path) -> dict[str, float]:
     """Perplexity, and against the 16-bit model KL(16-bit || model) in nats a token and the share of likeliest tokens
-    that are the same."""
-    studied, reference = NextTokenLoss(model.eval()), NextTokenLoss(load_model(_model(cell))[0].eval())
+    that are the same.
+
+    kept  folder where what the 16-bit model says is kept for the next cell
+    """
+    studied, (wanted_states, wanted_head) = NextTokenLoss(model.eval()), _reference(cell, windows, kept)
     loss, divergence, same = 0.0, 0.0, 0
-    for window in windows:
-        operands, reference_operands = _operands(studied, window), _operands(reference, window)
+    for window, wanted_x in zip(windows, wanted_states, strict=True):
+        x, head = _operands(studied, window)
         for start in range(0, len(window) - 1, CHUNK):
             part = slice(start, start + CHUNK)
-            log_probs, wanted = (_log_probs(x[part], w) for x, w in (operands, reference_operands))
+            log_probs, wanted = _log_probs(x[part], head), _log_probs(wanted_x[part], wanted_head)
             loss -= log_probs.gather(1, window[1:][part, None]).double().sum().item()
             divergence += (wanted.exp() * (wanted - log_probs)).sum(1).double().sum().item()
             same += int((wanted.argmax(1) == log_probs.argmax(1)).sum())
     count = windows.shape[0] * (windows.shape[1] - 1)
     return {"perplexity": math.exp(loss / count), "kl": divergence / count, "same_token": same / count}
+
+
+def _reference(cell: Cell, windows: Tensor, kept: Path) -> tuple[Tensor, Tensor]:
+    """What the 16-bit model's head multiplies, of all windows: computed by the first cell that asks."""
+    path = kept / f"reference_{'_'.join(map(str, (cell.sizes['model'], *windows.shape)))}.pt"
+    model = load_model(_model(cell))[0].eval()
+    if not path.is_file():
+        objective = NextTokenLoss(model)
+        states = torch.stack([_operands(objective, window)[0] for window in windows])
+        partial = path.with_suffix(f".{os.getpid()}")
+        torch.save(states, partial)
+        os.replace(partial, path)
+    return torch.load(path), model.get_output_embeddings().weight
 
 
 def _operands(objective: NextTokenLoss, window: Tensor) -> tuple[Tensor, Tensor]:
