@@ -3,7 +3,7 @@
     $LOWBIT_CACHE/teachers/<key>/          ids.bin          [positions, k] int32, the likeliest tokens
                                            log_probs.bin    [positions, k + 1] float16, theirs and that of all others
                                            manifest.json    what the key is made of
-    $LOWBIT_CACHE/teachers/.<key>.partial  a run under way, and progress.json: how many batches are on disk
+    $LOWBIT_CACHE/teachers/.<key>.partial  a run under way, and progress.json: how many rows are on disk
 
 The key is a hash of the teacher's weights and architecture, of all rows and of every setting that changes a byte, so a
 stale file cannot be read: what changed has another name. A run that is killed goes on where it stopped; the folder gets
@@ -205,26 +205,25 @@ def _compute(
     *,
     max_pass_tokens: int,
 ) -> None:
-    """Fill the files in `partial`, from the first batch that is not on disk."""
+    """Fill the files in `partial`, from the first row that is not on disk."""
     partial.mkdir(exist_ok=True)
     _reserve(partial, config, int(starts[-1]))
     progress = partial / "progress.json"
     lengths = [len(row) for dataset in datasets for row in dataset["input_ids"]]
-    batches = _batches(lengths, max_pass_tokens)
-    done = json.loads(progress.read_text()) if progress.is_file() else {"batches": 0}
-    if done["batches"]:
-        log.info("teacher  goes on at batch %d of %d", done["batches"], len(batches))
-    teacher, began, told = NextTokenLoss(model), time.monotonic(), done["batches"]
+    done = json.loads(progress.read_text())["rows"] if progress.is_file() else 0
+    if done:
+        log.info("teacher  goes on at row %d of %d", done, len(lengths))
+    batches = _batches(lengths, max_pass_tokens, first=done)
+    teacher, began, told = NextTokenLoss(model), time.monotonic(), 0
     ids, log_probs = _maps(partial, config.top_k, int(starts[-1]), mode="r+")
-    for index in range(done["batches"], len(batches)):
-        rows = batches[index]
+    for index, rows in enumerate(batches, 1):
         said = _ask(teacher, [_row(datasets, row) for row in rows], config)
         place = slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
         ids[place], log_probs[place] = said.ids.numpy(), said.log_probs.numpy()
-        _write_progress(progress, (ids, log_probs), index + 1)
-        if index + 1 - told >= _LOG_SHARE * len(batches):
-            told = index + 1
-            left = (time.monotonic() - began) / (told - done["batches"]) * (len(batches) - told)
+        _write_progress(progress, (ids, log_probs), rows[-1] + 1)
+        if index - told >= _LOG_SHARE * len(batches):
+            told = index
+            left = (time.monotonic() - began) / told * (len(batches) - told)
             log.info("teacher  %d of %d rows, %.0f s left", rows[-1] + 1, len(lengths), left)
 
 
@@ -254,11 +253,11 @@ def _reserve(partial: Path, config: DistillConfig, num_positions: int) -> None:
             file.truncate(size)
 
 
-def _batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Rows in order, cut so that no batch has more tokens; the same in a run that goes on, and so its products."""
+def _batches(lengths: Sequence[int], max_tokens: int, *, first: int = 0) -> list[list[int]]:
+    """Rows from `first` on, in order, cut so that no batch has more tokens; the same in a run that goes on."""
     batches: list[list[int]] = []
     num_tokens = max_tokens
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(lengths[first:], first):
         if num_tokens + length > max_tokens:
             batches.append([])
             num_tokens = 0
@@ -291,12 +290,12 @@ def _ask(teacher: NextTokenLoss, rows: list[dict[str, Any]], config: DistillConf
     return TopK(ids, log_probs.half())
 
 
-def _write_progress(path: Path, maps: Sequence[np.memmap], num_batches: int) -> None:
+def _write_progress(path: Path, maps: Sequence[np.memmap], num_rows: int) -> None:
     """The data first, then the number that says it is there, which appears whole."""
     for array in maps:
         array.flush()
     unfinished = path.with_suffix(".new")
-    unfinished.write_text(json.dumps({"batches": num_batches}))
+    unfinished.write_text(json.dumps({"rows": num_rows}))
     os.replace(unfinished, path)
 
 

@@ -57,7 +57,7 @@ def test_killed_while_the_teacher_answers(tmp_path, cache, jsonl):
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert found and process.returncode == -signal.SIGKILL
-    assert "teacher  goes on at batch" in finish(start(tmp_path, cache, *settings, "output_dir=second"))
+    assert "teacher  goes on at row" in finish(start(tmp_path, cache, *settings, "output_dir=second"))
     assert sorted(losses(tmp_path / "second")) == [1, 2, 3]
     assert len([path for path in teachers.iterdir() if path.is_dir()]) == 1  # nothing of the killed run is left
 

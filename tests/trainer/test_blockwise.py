@@ -182,6 +182,25 @@ def test_a_stopped_phase_goes_on_bit_identical(tmp_path: Path, whole: tuple, fin
         assert all(torch.equal(ours[key], theirs[key]) for key in ("packed", "scales"))
 
 
+def build_with_biases() -> nn.Module:
+    model, generator = build("qwen2"), torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def test_biases_stay(tmp_path: Path) -> None:
+    """A file of a block holds codes: with another bias a run that goes on would compute another function."""
+    model, resumed = build_with_biases(), build_with_biases()
+    biases = {name: bias.clone() for name, bias in model.named_parameters() if name.endswith("bias")}
+    training(tmp_path, model).run()
+    training(tmp_path, resumed).run()
+    for name, bias in biases.items():
+        assert torch.equal(model.get_parameter(name), bias) and torch.equal(resumed.get_parameter(name), bias), name
+    assert len(biases) == 3 * NUM_LAYERS
+
+
 def test_streams_on_disk_change_nothing_and_go(tmp_path: Path, whole: tuple) -> None:
     training(tmp_path, build(), replace(CONFIG, activations_mb=0)).run()
     assert files(tmp_path) == files(whole[0])

@@ -401,6 +401,28 @@ def test_static_ranges_are_observed_frozen_and_saved() -> None:
     assert torch.equal(other.eval()(x), module(x))
 
 
+def test_passes_of_a_step_share_a_scale() -> None:
+    """However a step is cut: the range of the steps before it, though the last pass shows a larger value."""
+    x, layer = case(torch.float32)
+    x = x.detach().flatten(0, 1) * torch.linspace(1, 9, 18)[:, None]
+    outputs = []
+    for num_passes in (1, len(x)):
+        module = FakeQuantLinear(layer.weight, None, Scheme.named("int8_static", observer="minmax"))
+        module(x / 5)
+        commit_observers(module)
+        outputs.append(torch.cat([module(part) for part in x.tensor_split(num_passes)]))
+    assert torch.allclose(*outputs, atol=1e-4)  # the order of sums; one code is 0.01 and more
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_head_that_a_loss_multiplies_observes(enabled: bool) -> None:
+    x, layer = case(torch.float32)
+    head = FakeQuantLinear(layer.weight, None, Scheme.named("int8_static"))
+    head.enabled = enabled
+    head_operands(head, x)
+    assert head.input_scale == x.detach().abs().max() / 127
+
+
 def test_ranges_are_observed_before_the_start() -> None:
     x, layer = case(torch.float32)
     module = FakeQuantLinear(layer.weight, None, Scheme.named("int8_static"))

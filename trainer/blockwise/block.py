@@ -74,7 +74,8 @@ def train_codes(
 ) -> Codes:
     """Train layers of a block; returns their codes, and leaves FakeQuantLinear modules in the block.
 
-    weights    where they start, by their names inside the block: [out_features, in_features] float each
+    weights    where they start, by their names inside the block: [out_features, in_features] float each; biases stay,
+               which no file of a finished block holds
     forward    the block, as it is at the moment
     passes_of  the documents of a step 0 <= step < num_steps
     """
@@ -82,7 +83,7 @@ def train_codes(
     for name, scheme in schemes.items():
         weight = nn.Parameter(weights[name].detach().float())  # 16 bits would not move at these rates
         layers[name] = FakeQuantLinear(weight, block.get_submodule(name).bias, scheme)
-        _replace(block, name, layers[name].requires_grad_(True))
+        _replace(block, name, layers[name])
     optimizer = _adam(layers.values(), config)
     for step in range(num_steps):
         _train_step(optimizer, forward, passes_of(step), config.loss)
@@ -93,8 +94,8 @@ def train_codes(
 
 def _adam(layers: Iterable[FakeQuantLinear], config: BlockwiseConfig) -> torch.optim.Adam:
     named = [(name, param) for layer in layers for name, param in layer.named_parameters() if param.requires_grad]
-    weights = [param for name, param in named if name in ("weight", "bias")]
-    scales = [param for name, param in named if name not in ("weight", "bias")]
+    weights = [param for name, param in named if name == "weight"]
+    scales = [param for name, param in named if name != "weight"]
     groups = [
         {"params": params, "lr": lr, "first_lr": lr}
         for params, lr in ((weights, config.weight_lr), (scales, config.scale_lr))

@@ -8,8 +8,8 @@ EfficientQAT's Block-AP (arXiv:2407.11062, section 3.2). Two streams of hidden s
 
 In memory are the model, one block's training (float32 weights, gradients, Adam's state) and the streams; a trained
 block is packed and its 16-bit weights are gone. Its error is measured, packed, on rows that no step saw, for the
-nearest codes and for the trained ones: a block that did not gain keeps the nearest. Norms stay: at these rates values
-of 16 bits never move.
+nearest codes and for the trained ones: a block that did not gain keeps the nearest. Norms and biases stay: at these
+rates values of 16 bits never move.
 
 Finished blocks are files (files.py). A run that was stopped reads them, passes the rows through the packed blocks
 and goes on, bit for bit.
@@ -101,6 +101,7 @@ class BlockwiseTraining:
         before = after = math.nan
         if index < len(self._loaded):
             pack_block(block, self._loaded[index][1])
+            block.to(self._device)  # files are read into the CPU's memory
         else:
             before, after = self._train_block(index, inputs, targets)
         if self._config.inputs is BlockInputs.quantized:

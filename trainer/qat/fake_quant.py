@@ -129,9 +129,7 @@ class FakeQuantLinear(FakeQuantWeight):
             self.register_buffer("input_scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.observer is not None and self.observing and self.training:
-            self.observer.observe(x)
-            self.set_input_scale(self.observer.scale())
+        self._observe(x)
         if not self.enabled:
             return linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         weight_function, parameters = self.weight_function()
@@ -144,6 +142,7 @@ class FakeQuantLinear(FakeQuantWeight):
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """Q(x), with its gradient; for those that multiply by themselves."""
+        self._observe(x)
         function = self._input_function() if self.enabled else None
         if function is None:
             return x
@@ -153,6 +152,14 @@ class FakeQuantLinear(FakeQuantWeight):
     def set_input_scale(self, scale: Tensor) -> None:
         """A static scale from elsewhere, such as calibration; [] float32, positive."""
         self.input_scale.copy_(scale)
+
+    def _observe(self, x: Tensor) -> None:
+        """Passes of a step share the scale of the steps before, on every process; only the first ones have none."""
+        if self.observer is None or not (self.observing and self.training):
+            return
+        self.observer.observe(x)
+        if bool(self.observer.range == 0):
+            self.set_input_scale(self.observer.scale())
 
     def _input_function(self) -> InputFunction | None:
         activations = self.scheme.activations
