@@ -105,7 +105,8 @@ class FakeQuantLinear(FakeQuantWeight):
     out  [..., out_features] of x's dtype
 
     input_scale  static inputs: [] float32, 0 until a range is known (inputs stay as they are until then); a parameter
-                 with learn_scales, which the observer sets as long as it observes
+                 with learn_scales. `commit_observers` sets it between two steps as long as the layer observes, so all
+                 passes and processes of a step round alike
     observing    static inputs: take ranges from training passes, also while `enabled` is False
     """
 
@@ -131,7 +132,8 @@ class FakeQuantLinear(FakeQuantWeight):
     def forward(self, x: Tensor) -> Tensor:
         if self.observer is not None and self.observing and self.training:
             self.observer.observe(x)
-            self.set_input_scale(self.observer.scale())
+            if bool(self.observer.range == 0):  # not calibrated; later a step rounds by what was committed before it
+                self.set_input_scale(self.observer.scale())
         if not self.enabled:
             return linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         weight_function, parameters = self.weight_function()
