@@ -83,7 +83,7 @@ ALLOWED = {
         *("trainer.linear", "trainer.lora", "trainer.metrics", "trainer.objective", "trainer.qat"),
     },
     "trainer.blockwise": {
-        *("trainer.blockwise", "trainer.config", "trainer.data", "trainer.evaluate", "trainer.fused_decoder"),
+        *("trainer.blockwise", "trainer.config", "trainer.data", "trainer.fused_decoder"),
         *("trainer.linear", "trainer.objective", "trainer.qat", "trainer.quantizer"),
     },
     "trainer.loop": {

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainer.config.errors import UserError, require
-from trainer.qat.fake_quant import commit_observers, fake_quant_layers
+from trainer.qat.fake_quant import fake_quant_layers
 
 
 @dataclass
@@ -70,7 +70,6 @@ def save_checkpoint(
     keep: int,
 ) -> Path:
     """Write the checkpoint of `state.step` and prune older ones, leaving `keep`; every process calls this."""
-    commit_observers(model)  # the file has one range, and each process has seen other inputs
     folder = run_dir / "checkpoints"
     target, partial = folder / f"step_{state.step}", folder / f".step_{state.step}.partial"
     if accelerator.is_main_process:

@@ -122,15 +122,19 @@ def weights_sha256(model: nn.Module) -> str:
     """A hash of every frozen tensor of `model`, packed or not, in order: the base that an adapter belongs to.
 
     Names are left out, since PEFT changes them; adapters are what is not frozen, or called as PEFT
-    calls it. Layers that round their tensors when they are used add how (`FakeQuantLinear.function`).
+    calls it. Layers that round their tensors or inputs when they are used add how, beside each of their tensors
+    (`FakeQuantLinear.function`): the hash says which layer computes what.
     """
     digest = hashlib.sha256()
+    functions: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):  # as state_dict: tied modules have tensors twice
+        if isinstance(getattr(module, "function", None), str):
+            functions[name] = module.function
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens_")):
-            digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    for module in model.modules():
-        function = getattr(module, "function", None)
-        if isinstance(function, str):
-            digest.update(function.encode())
+        if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens_")):
+            continue
+        owner = name.rpartition(".")[0]
+        layer = owner if owner in functions else owner.removesuffix(".base_layer")  # where PEFT's layer lies over it
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}{functions.get(layer, '')}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -72,6 +72,8 @@ class Training:
     """Held-out figures, `loss` the first, for `train.eval_every`."""
     before_step: Callable[[int], None] | None = None
     """Called with the 0-based number of each step before it is taken: what changes on the way, such as QAT's start."""
+    after_step: Callable[[int], None] | None = None
+    """Called with the same number when it is taken, on each process: evaluations and checkpoints see what it did."""
 
 
 class StopSignal:
@@ -113,6 +115,8 @@ def train(run: Training, state: TrainState) -> TrainState:
                 run.before_step(state.step)
             lr = learning_rate(state.step, plan.num_steps, run.config.optim)
             num_tokens, loss, grad_norm, measured = optimizer_step(run, step=state.step, lr=lr)
+            if run.after_step is not None:
+                run.after_step(state.step)
             step_s = time.monotonic() - began
             state.step += 1
             state.tokens += num_tokens

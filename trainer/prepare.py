@@ -93,14 +93,19 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         dataset, held_out = with_places([dataset, held_out])
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    losses = None
+    before = None
     if config.train.weights is Weights.scales:
         if config.blockwise.epochs and accelerator.is_main_process and not to_export:
             save_config(config, run_dir / "config.yaml")  # its finished blocks are what a resumed run goes on from
-        losses = prepare_scales(
-            *(model, dataset, held_out, config, run_dir, accelerator),
+
+        def measure(student: PreTrainedModel) -> dict[str, float]:
+            objective = _objective(NextTokenLoss(student), teacher, config)
+            return held_out_figures(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
+
+        before = prepare_scales(
+            *(model, dataset, config, run_dir, accelerator),
             max_pass_tokens=_max_pass_tokens(config, accelerator),
-            measure=not checkpoints(run_dir),
+            measure=None if checkpoints(run_dir) else measure,
         )
         trained = model.to(accelerator.device)
     else:
@@ -108,10 +113,7 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     next_token = NextTokenLoss(
         trained, decoded_bytes=config.train.decoded_mb << 20, neftune_alpha=config.train.neftune_alpha
     )
-    if teacher is None:
-        objective = build_objective(next_token, config.preference)
-    else:
-        objective = DistillationLoss(next_token, config.distill, teacher)
+    objective = _objective(next_token, teacher, config)
     optim = replace(config.optim, lr=config.optim.lr or _default_learning_rate(model, config))
     optimizer = with_master_weights(build_optimizer(objective, optim))
     _require_disk(
@@ -145,8 +147,10 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
             require_kv_cache(objective)
         if not checkpoints(run_dir):
             calibrate(objective, _calibration_batches(objective, dataset, config, accelerator))
-    if losses is not None:
-        state.eval_loss_base, state.eval_loss_rounded = losses
+            objective.drain_metrics()  # what these rows measured is no figure of the run
+    if before is not None:
+        state.eval_base, state.eval_rounded = before
+        state.eval_loss_base, state.eval_loss_rounded = (figures.pop("loss") for figures in before)
     state = _restore(run_dir, state, objective, optimizer, accelerator, seed=config.seed)
     objective = accelerator.prepare(objective)
     _require_steps_left(plan, state, config)
@@ -167,6 +171,7 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         sinks=open_sinks(config, run_dir, keep_steps=state.step) if writes else [],
         evaluate=evaluate,
         before_step=None if qat is None else qat.before_step,
+        after_step=None if qat is None else qat.after_step,
     )
     if writes:  # last, so that a folder with a config is a run that can be resumed
         save_config(config, run_dir / "config.yaml")
@@ -176,9 +181,9 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
 def _calibration_batches(
     objective: Objective, dataset: Dataset, config: Config, accelerator: Accelerator
 ) -> Iterator[dict[str, Tensor]]:
-    """The first training rows, a micro-step's at a time, the same on each process."""
+    """The first training rows, a micro-step's at a time; processes share them, since observers add up what all saw."""
     ids, size = range(min(config.qat.calibration_rows or CALIBRATION_ROWS, len(dataset))), config.train.batch_size
-    for start in ids[::size]:
+    for start in ids[accelerator.process_index * size :: accelerator.num_processes * size]:
         yield objective.collate([dataset[i] for i in ids[start : start + size]], accelerator.device)
 
 
@@ -197,6 +202,15 @@ def _teacher(
         )
     teacher = copy_teacher(model, share_weights=config.train.weights is Weights.lora)
     return LiveTeacher(teacher.to(accelerator.device))
+
+
+def _objective(
+    next_token: NextTokenLoss, teacher: TeacherCache | LiveTeacher | None, config: Config
+) -> Objective | DistillationLoss:
+    """What is minimised, over the model of `next_token`."""
+    if teacher is None:
+        return build_objective(next_token, config.preference)
+    return DistillationLoss(next_token, config.distill, teacher)
 
 
 def _load_rows(config: Config) -> tuple[list[Row] | list[Preference], list[Row] | list[Preference]]:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list
 from filelock import FileLock, Timeout
 from peft import PeftModel
 
@@ -26,10 +26,11 @@ from trainer.config.preference import Method
 from trainer.config.schema import Config
 from trainer.evaluate.report import print_report
 from trainer.evaluate.samples import Sample, sample_answers
-from trainer.export.adapter import describe_method, write_adapter, write_model_card
+from trainer.export.adapter import write_adapter, write_model_card
 from trainer.export.merged import merged_dtype, write_merged
 from trainer.export.merged_4bit import write_merged_4bit
 from trainer.export.merged_card import write_merged_card
+from trainer.export.method import describe_method
 from trainer.export.quantized import write_quantized_card
 from trainer.figures import perplexity
 from trainer.finish import QatEnd, finish_qat
@@ -39,6 +40,10 @@ from trainer.objective import num_targets
 from trainer.prepare import PreparedRun, prepare_run
 
 log = logging.getLogger(__name__)
+
+MAX_WAIT = timedelta(days=7)
+"""How long processes wait for the one that trains blocks, asks a teacher or fits LoftQ: torch waits 10 to 30 minutes,
+and a large model takes longer. Where a process dies torchrun ends the others."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def _accelerator(config: Config) -> Accelerator:
     on_cpu = torch.backends.mps.is_available() and not torch.cuda.is_available()  # float64 sums do not exist on mps
     unused = config.qat.start > 0  # learned scales have no gradient before it
     parallel = DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=unused)
-    return Accelerator(cpu=on_cpu, kwargs_handlers=[parallel])
+    return Accelerator(cpu=on_cpu, kwargs_handlers=[parallel, InitProcessGroupKwargs(timeout=MAX_WAIT)])
 
 
 def export_run(run: str, *overrides: str) -> dict[str, Path]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from trainer.kernels import _cpp
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -35,6 +37,15 @@ def train(tmp_path):
         return done
 
     return run
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A cache folder of this test, which holds no teacher yet, over the compiled kernels; returns its environment."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "kernels").symlink_to(_cpp.cache_dir(), target_is_directory=True)
+    return {**environment(), "LOWBIT_CACHE": str(folder)}
 
 
 def command(*overrides: str) -> list[str]:

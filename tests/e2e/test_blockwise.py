@@ -103,6 +103,30 @@ def test_a_run_killed_among_scales_goes_on_bit_identical(result, tmp_path, monke
     assert resumed.metrics["qat"]["eval_loss_rounded"] == result.metrics["qat"]["eval_loss_rounded"]
 
 
+@pytest.mark.parametrize("teacher", [("distill.weight=1",), ("distill.weight=0.5", "distill.top_k=0")])
+def test_scales_follow_a_teacher(start, cache, monkeypatch, teacher):
+    """The 16-bit model, whose weights are gone when the scales are trained; stopped, gone on with, exported again."""
+    monkeypatch.setenv("LOWBIT_CACHE", cache["LOWBIT_CACHE"])
+    whole = start(*teacher)
+    # The base is its own teacher: what is left is float16 of the cache, 5e-4 of a log-probability, squared.
+    assert abs(whole.metrics["eval_kl_base"]) < 1e-6 < whole.metrics["eval_kl_rounded"]
+    killed = whole.run_dir.with_name("killed")
+    shutil.copytree(whole.run_dir, killed)
+    shutil.rmtree(killed / "checkpoints" / "step_4")
+    resumed = finetune(load_config(f"resume={killed}"))
+    assert losses(killed) == losses(whole.run_dir) and codes(killed) == codes(whole.run_dir)
+    for key in ("eval_loss", "eval_kl", "eval_kl_base", "eval_kl_rounded"):
+        assert resumed.metrics[key] == whole.metrics[key]
+    shutil.rmtree(killed / "export")
+    folder = export_run(str(killed))["quantized"]
+    assert codes(killed) == codes(whole.run_dir)
+    card = (folder / "README.md").read_text()
+    assert (
+        "block by block (epochs: 3) and then all scales, through INT4 in groups of 32, learned scales, taught by"
+        in card
+    )
+
+
 def test_an_export_needs_no_training(result, tmp_path):
     copied = tmp_path / "copied"
     shutil.copytree(result.run_dir, copied)

@@ -8,22 +8,12 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import command, environment, losses
-from trainer.kernels import _cpp
+from tests.e2e.conftest import command, losses
 
 SETTINGS = (
     *("model=tiny", "model.dtype=float32", "data=jsonl", "data.eval_rows=4", "evaluate.samples=0"),
     *("train.max_steps=3", "train.batch_size=4", "distill.weight=0.5"),
 )
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """A cache folder of this test, which holds no teacher yet, over the compiled kernels; returns its environment."""
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (folder / "kernels").symlink_to(_cpp.cache_dir(), target_is_directory=True)
-    return {**environment(), "LOWBIT_CACHE": str(folder)}
 
 
 def start(tmp_path, env: dict[str, str], *overrides: str) -> subprocess.Popen:
@@ -77,6 +67,20 @@ def test_quantization_aware(tmp_path, cache, jsonl):
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     # Rounding moves the model, and five steps with a warm-up do not bring it back; its 16-bit self is no distance away.
     assert metrics["eval_kl_rounded"] > 0 and metrics["eval_kl"] > 0 and abs(metrics["eval_kl_base"]) < 1e-6
+    card = (tmp_path / "run" / "export" / "quantized" / "README.md").read_text()
+    assert "through INT4 in groups of 32, taught by the 16-bit model (forward KL of weight 1 at temperature 1" in card
+
+
+def test_calibration_is_no_figure(tmp_path, cache, jsonl):
+    """Rows that set the ranges of static inputs pass the objective in 16 bits, before the first evaluation."""
+    settings = ("conf=qat", "qat.scheme=int8_static", f"data.path={jsonl}", "train.max_steps=1", "optim.lr=1e-9")
+    for rows in (1, 32):
+        overrides = (f"qat.calibration_rows={rows}", f"output_dir={rows}")
+        finish(start(tmp_path, cache, *settings, "qat.observer=minmax", *overrides))
+    few, many = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("1", "32"))
+    # the last step's ranges, and weights that did not move: a dilution by 36 rows in 16 bits would be a factor of 2
+    assert many["eval_kl_rounded"] == pytest.approx(many["eval_kl"], rel=0.3)
+    assert few["eval_kl_rounded"] > 0
 
 
 def test_a_bad_setting_ends_with_one_line(train, jsonl):

@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,16 +12,17 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.conftest import losses
+from tests.e2e.conftest import ROOT, environment, losses
 from tests.e2e.test_resume import start, wait_for_step
 from trainer import UserError, finetune, load_config
 from trainer.config.model import ModelConfig, ModelSource
 from trainer.data.chat import tokenize_rows
 from trainer.data.formats import load_rows
 from trainer.evaluate.perplexity import held_out_loss
+from trainer.kernels import _cpp
 from trainer.model import load_model
 from trainer.objective import NextTokenLoss
-from trainer.qat.packed_model import packed_sha256
+from trainer.qat.packed_model import packed_layers, packed_sha256
 from trainer.run import Result, export_run
 from trainer.serve.llm import LLM
 
@@ -42,6 +45,11 @@ RUNS = {
     ),
     "stochastic": ("qat.rounding=stochastic", "model.dtype=bfloat16"),
     "soft": ("qat.rounding=soft",),
+    "lion, recomputed, accumulated": (
+        *("optim.name=lion", "optim.lr=1e-3", "train.gradient_checkpointing=true"),
+        *("train.batch_size=2", "train.grad_accum_steps=2"),
+    ),
+    "muon and an added token": ("optim.name=muon", "qat.learn_scales=true", "model.add_tokens=['<a>']"),
     "INT8 cache": ("qat.kv_cache=true",),
     "mixed": ("qat.schemes=[layers.0.*:none,down_proj:nf4,lm_head:int4,embed_tokens:int4]", "qat.start=2"),
 }
@@ -115,6 +123,9 @@ def test_a_run_that_lost_its_end_resumes_bit_identical(run, tmp_path, name):
     assert resumed.metrics["qat"] == result.metrics["qat"]
     ours, theirs = (load_file(r.exports["quantized"] / "packed.safetensors") for r in (resumed, result))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    shutil.rmtree(stopped / "export")
+    again = load_file(export_run(str(stopped))["quantized"] / "packed.safetensors")
+    assert again.keys() == theirs.keys() and all(torch.equal(again[name], theirs[name]) for name in again)
 
 
 def test_a_killed_run_resumes_bit_identical(tmp_path, jsonl):
@@ -196,3 +207,100 @@ def test_five_steps_are_enough_for_a_share_of_the_run(share, tmp_path, jsonl):
         *settings, f"data.path={jsonl}", "train.max_steps=5", f"qat.start={share}", f"output_dir={tmp_path / 'run'}"
     )
     assert finetune(config).metrics["steps"] == 5
+
+
+# ---- two processes
+
+PROCESSES = """
+import json, shutil, sys
+import torch.distributed as dist
+from trainer import finetune, load_config
+
+for settings in json.loads(sys.argv[1]):
+    finetune(load_config(*settings))
+if dist.get_rank() == 0:
+    shutil.copytree("static", "stopped")
+    for lost in ("checkpoints/step_3", "checkpoints/step_2", "export"):
+        shutil.rmtree(f"stopped/{lost}")
+dist.barrier()
+finetune(load_config("resume=stopped"))
+"""
+SHARED = {
+    "int4": ("conf=qat", "distill.weight=0.5", "optim.lr=0.01"),
+    "static": ("conf=qat", "qat.scheme=int8_static", "qat.observer=percentile", "train.save_every=1", "optim.lr=1e-3"),
+    "merge-aware": ("conf=qat_lora", "distill.weight=1"),
+    "blocks": (
+        *("conf=qat_blocks", "distill.weight=0.5", "optim.lr=1e-3"),
+        *("blockwise.val_rows=8", "blockwise.batch_size=4"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def shared_runs(tmp_path_factory, jsonl):
+    """Each of SHARED in one process, and all of them in turn in two processes; returns the folder of both.
+
+    Two processes end without waiting for each other, and one of them asks the teacher and writes.
+    """
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "runs.py").write_text(PROCESSES)
+    (folder / "cache").mkdir()
+    (folder / "cache" / "kernels").symlink_to(_cpp.cache_dir(), target_is_directory=True)
+    settings = ("train.max_steps=3", "train.keep_checkpoints=3", "train.save_every=0", "evaluate.samples=0")
+    runs = {name: (*SETTINGS[1:], f"data.path={jsonl}", *settings, *own) for name, own in SHARED.items()}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "runs.py"]
+    shares = [[*run, "train.batch_size=2", f"output_dir={name}"] for name, run in runs.items()]
+    env = {**environment(), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    env["LOWBIT_CACHE"] = str(folder / "cache")
+    done = subprocess.run([*launch, json.dumps(shares)], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWBIT_CACHE", env["LOWBIT_CACHE"])
+        for name, run in runs.items():
+            finetune(load_config(*run, "train.batch_size=4", f"output_dir={folder / 'one' / name}"))
+    return folder
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_two_processes_equal_one(shared_runs, name):
+    """Sums of gradients in another order: a last bit of them decides about a code of an input here and there."""
+    one, two = shared_runs / "one" / name, shared_runs / name
+    rel = 1e-4 if name == "static" else 1e-6
+    assert losses(two) == pytest.approx(losses(one), rel=rel)
+    ours, theirs = (json.loads((run / "metrics.json").read_text()) for run in (two, one))
+    assert ours.keys() == theirs.keys() and ours["tokens"] == theirs["tokens"]
+    for key in (key for key in ours if key.startswith("eval_")):
+        assert ours[key] == pytest.approx(theirs[key], rel=10 * rel, abs=1e-7), key  # after three steps
+    assert ours["qat"]["eval_loss_packed"] == pytest.approx(ours["eval_loss"], rel=1e-6)
+    assert ours["qat"]["agreement"].keys() == {"packed", "exported", "served"}
+    models = [load_model(ModelConfig(ModelSource.folder, str(run / "export" / "quantized")))[0] for run in (two, one)]
+    assert packed_sha256(models[0]) == ours["qat"]["packed_sha256"]
+    for (layer_name, layer), other in zip(
+        packed_layers(models[0]).items(), packed_layers(models[1]).values(), strict=True
+    ):
+        a, b = (each.quantized.dequantize(torch.float32) for each in (layer, other))
+        assert (a - b).norm() < 1e-3 * b.norm(), layer_name  # Adam divides what differs by the size of a gradient
+
+
+def test_two_processes_observe_the_ranges_of_one(shared_runs):
+    """After a step on equal weights: each value was counted once, whoever saw it, and resuming keeps all of it."""
+    path = "checkpoints/step_1/trainable.safetensors"
+    ours, theirs = load_file(shared_runs / "static" / path), load_file(shared_runs / "one" / "static" / path)
+    counts = [name for name in ours if name.endswith("observer.counts")]
+    assert len(counts) == 14
+    for name in counts:
+        assert ours[name].sum() == theirs[name].sum() > 0
+        observed = name.removesuffix("counts") + "range"
+        range_ = ours[observed].item()
+        assert range_ == pytest.approx(theirs[observed].item(), rel=1e-5) and range_ > 0  # float32 sums
+    assert losses(shared_runs / "stopped") == losses(shared_runs / "static")
+    stopped, whole = (
+        json.loads((shared_runs / name / "metrics.json").read_text())["qat"] for name in ("stopped", "static")
+    )
+    assert stopped == whole
+
+
+def test_two_processes_ask_the_teacher_once(shared_runs):
+    """Three runs of one model and one table of rows: one folder of answers, nothing left beside it."""
+    folders = [path.name for path in (shared_runs / "cache" / "teachers").iterdir() if path.is_dir()]
+    assert len(folders) == 1 and not folders[0].startswith(".")

@@ -19,11 +19,12 @@ from trainer.data.chat import tokenize_rows
 from trainer.data.formats import load_rows
 from trainer.evaluate.merge_gain import measure_merge_gain
 from trainer.evaluate.perplexity import held_out_loss
-from trainer.export.adapter import read_adapter
+from trainer.export.adapter import read_adapter, read_identity
 from trainer.export.rounded_adapter import SCALES
 from trainer.model import load_model, prepare_model
 from trainer.objective import NextTokenLoss
 from trainer.qat.packed_model import packed_sha256
+from trainer.run import export_run
 from trainer.serve.llm import LLM
 
 SETTINGS = ("model=tiny", "model.dtype=float32", "data=jsonl", "data.eval_rows=4", "evaluate.samples=0")
@@ -146,8 +147,18 @@ def test_the_usual_way_needs_the_weights(naive) -> None:
 # ---- resume
 
 
-@pytest.mark.parametrize("overrides", [(), ("qat.learn_scales=true", "qat.start=4", "optim.name=adamw_8bit")])
-def test_a_killed_run_resumes_bit_identical(start, overrides) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("qat.learn_scales=true", "qat.start=4", "optim.name=adamw_8bit"),
+        ("distill.weight=1", "optim.name=lion", "optim.lr=1e-3"),
+        ("distill.weight=0.5", "distill.top_k=0", "train.gradient_checkpointing=true", "train.grad_accum_steps=2"),
+    ],
+    ids=lambda overrides: " ".join(overrides[:2]),
+)
+def test_a_killed_run_resumes_bit_identical(start, overrides, cache, monkeypatch) -> None:
+    monkeypatch.setenv("LOWBIT_CACHE", cache["LOWBIT_CACHE"])
     whole = start(*overrides)
     run_dir = whole.run_dir.with_name("killed")
     shutil.copytree(whole.run_dir, run_dir)
@@ -155,6 +166,15 @@ def test_a_killed_run_resumes_bit_identical(start, overrides) -> None:
     resumed = finetune(load_config(f"resume={run_dir}"))
     assert losses(run_dir) == losses(whole.run_dir)
     assert trained_sha256(resumed) == trained_sha256(whole)
+    shutil.rmtree(run_dir / "export")
+    again = export_run(str(run_dir))
+    assert read_identity(again["adapter"])["rounded"]["packed_sha256"] == trained_sha256(whole)
+    first = whole.exports["quantized"] / "packed.safetensors"
+    assert (again["quantized"] / "packed.safetensors").read_bytes() == first.read_bytes()
+    for folder in again.values():
+        card = (folder / "README.md").read_text()
+        assert "merge-aware, through INT4 in groups of 32" in card
+        assert ("taught by the 16-bit model" in card) is any("distill" in item for item in overrides)
 
 
 # ---- what does not fit is refused

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
+from torch.utils.checkpoint import checkpoint
 
 from trainer.kernels.fake_quant import Grid, fake_quant
 from trainer.kernels.int4 import Int4Weight, int4_dequantize, int4_quantize
 from trainer.kernels.int8 import quantize_activations
 from trainer.kernels.integer_linear import int4_linear_dynamic, int8_linear_dynamic
-from trainer.linear import weights_sha256
+from trainer.linear import QuantLinear, weights_sha256
 from trainer.qat.fake_quant import (
     FakeQuantEmbedding,
     FakeQuantLinear,
@@ -23,8 +24,10 @@ from trainer.qat.fake_quant import (
     set_rounding,
 )
 from trainer.qat.fake_weight import MIN_SCALE, Learned
+from trainer.qat.packed_linear import PackedLinear
 from trainer.qat.rounding import soft_rounding_penalty
 from trainer.qat.scheme import NAMES, Scheme
+from trainer.quantizer import Quantizer
 
 SCHEMES = {
     **{name: Scheme.named(name) for name in NAMES},
@@ -423,6 +426,26 @@ def test_a_head_that_a_loss_multiplies_observes(enabled: bool) -> None:
     assert head.input_scale == x.detach().abs().max() / 127
 
 
+@pytest.mark.parametrize("kind", ["minmax", "moving_average", "percentile", "mse"])
+def test_neither_passes_nor_recomputation_change_a_step(kind: str) -> None:
+    """Once a range is known: what a pass computes, and what the step leaves, however it was cut."""
+    x, layer = case(torch.float32)
+    outputs, states = [], []
+    for parts in (x.split(len(x)), x.flip(0).split(1)):
+        module = FakeQuantLinear(layer.weight, layer.bias, Scheme.named("int8_static", observer=kind))
+        module(x / 2)
+        commit_observers(module)
+        passes = [checkpoint(module, part, use_reentrant=False) for part in parts]
+        torch.cat(passes).sum().backward()  # recomputes each pass, which shows the observer nothing new
+        commit_observers(module)
+        outputs.append(torch.cat(passes) if len(parts) == 1 else torch.cat(passes).flip(0))
+        states.append(module.state_dict())
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)  # the order of sums of 40 terms
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    if kind in ("percentile", "mse"):
+        assert states[0]["observer.counts"].sum() == 2 * x.numel()
+
+
 def test_ranges_are_observed_before_the_start() -> None:
     x, layer = case(torch.float32)
     module = FakeQuantLinear(layer.weight, None, Scheme.named("int8_static"))
@@ -539,6 +562,27 @@ def test_hashes_tell_functions_of_the_same_tensors_apart() -> None:
     assert len({weights_sha256(model) for model in models}) == 4
     again = nn.Sequential(FakeQuantLinear(layer.weight, layer.bias, SCHEMES["int4_stochastic"]))
     assert weights_sha256(again) == weights_sha256(models[1])  # how it is trained is not what it computes
+
+
+def test_hashes_tell_which_layer_rounds_its_inputs() -> None:
+    """Equal codes in equal order: one of two layers rounds its inputs, or both do, by a token or by a layer."""
+    codes = Quantizer("int8").quantize(torch.randn(IN, IN, generator=torch.Generator().manual_seed(0)))
+
+    def layer(kind: str) -> nn.Module:
+        if kind == "plain":
+            return QuantLinear(codes)
+        name, _, scale = kind.partition(" ")
+        return PackedLinear(codes, Scheme.named(name), input_scale=torch.tensor(float(scale)) if scale else None)
+
+    pairs = [("plain", "plain"), ("plain", "int8"), ("int8", "plain"), ("int8", "int8")]
+    pairs += [("int8", "int8_static 0.1"), ("int8", "int8_static 0.2"), ("int8_static 0.2", "int8")]
+    assert len({weights_sha256(nn.Sequential(*map(layer, pair))) for pair in pairs}) == len(pairs)
+    weight = nn.Parameter(torch.zeros(IN, IN))
+    live = [
+        nn.Sequential(*(FakeQuantLinear(weight, None, Scheme.named(name)) for name in names))
+        for names in (("int8", "int4"), ("int4", "int8"), ("int8", "int8"))
+    ]
+    assert len(set(map(weights_sha256, live))) == 3
 
 
 def test_forward_against_the_int4_kernels() -> None:

@@ -6,7 +6,7 @@ what the model lost by plain rounding is measured here.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -19,37 +19,37 @@ from trainer.blockwise.files import write_report
 from trainer.blockwise.scales import train_scales
 from trainer.config.errors import UserError
 from trainer.config.schema import Config
-from trainer.evaluate.perplexity import held_out_loss
 from trainer.linear import QuantLinear
-from trainer.objective import NextTokenLoss
 from trainer.qat.prepare import layer_schemes
 from trainer.qat.scheme import Scheme
 
 log = logging.getLogger(__name__)
 
+Measure = Callable[[PreTrainedModel], dict[str, float]]
+"""Held-out figures of a model, `loss` among them."""
+
 
 def prepare_scales(
     model: PreTrainedModel,
     dataset: Dataset,
-    held_out: Dataset,
     config: Config,
     run_dir: Path,
     accelerator: Accelerator,
     *,
     max_pass_tokens: int,
-    measure: bool,
-) -> tuple[float, float] | None:
+    measure: Measure | None,
+) -> tuple[dict[str, float], dict[str, float]] | None:
     """Pack the layers that have a scheme and train their scales from now on, in place.
 
     One process trains the blocks; the others, and a resumed run, read them.
 
-    measure  whether held-out losses before are wanted: in 16 bits, and rounded to nearest
-    returns  these two, in nats a target token
+    measure  None, or what is wanted to know before: in 16 bits, and rounded to nearest
+    returns  these two
     raises   UserError for what blocks or schemes cannot have
     """
     schemes = layer_schemes(model, config.qat)
     by_block(schemes, model.config.num_hidden_layers)
-    losses = _losses_before(model, schemes, held_out, config, accelerator) if measure else None
+    before = None if measure is None else _figures_before(model, schemes, measure, accelerator)
     if config.blockwise.epochs:
         with accelerator.main_process_first():
             phase = BlockwiseTraining(
@@ -68,7 +68,7 @@ def prepare_scales(
     else:
         pack_nearest_codes(model, schemes)
     train_scales(model, dtype=model.dtype)
-    return losses
+    return before
 
 
 def pack_nearest_codes(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> None:
@@ -85,17 +85,16 @@ def pack_nearest_codes(model: PreTrainedModel, schemes: Mapping[str, Scheme]) ->
         model.set_submodule(name, QuantLinear(codes, layer.bias))
 
 
-def _losses_before(
-    model: PreTrainedModel, schemes: Mapping[str, Scheme], held_out: Dataset, config: Config, accelerator: Accelerator
-) -> tuple[float, float]:
-    """Held-out loss of the 16-bit model and of the one rounded to nearest; the model is as before."""
-    objective = NextTokenLoss(model.to(accelerator.device))
-    base = held_out_loss(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
+def _figures_before(
+    model: PreTrainedModel, schemes: Mapping[str, Scheme], measure: Measure, accelerator: Accelerator
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Held-out figures of the 16-bit model and of the one rounded to nearest; the model is as before."""
+    base = measure(model.to(accelerator.device))
     dense = {name: model.get_submodule(name) for name in schemes}
     pack_nearest_codes(model, schemes)
-    rounded = held_out_loss(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
+    rounded = measure(model)
     for name, layer in dense.items():
         model.set_submodule(name, layer)
     model.to("cpu")
-    log.info("held-out loss of the base: %.4f, rounded to nearest: %.4f", base, rounded)
+    log.info("held-out loss of the base: %.4f, rounded to nearest: %.4f", base["loss"], rounded["loss"])
     return base, rounded

@@ -25,20 +25,17 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.architecture import base_model
 from trainer.config.errors import UserError, require
-from trainer.config.lora import LoraInit
 from trainer.config.model import ModelSource
-from trainer.config.preference import DpoLoss, Method
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.config.schema import Config
-from trainer.config.train import Weights
 from trainer.export.base_codes import FILE_NAME, copy_base_codes, restore_base
+from trainer.export.method import describe_method
 from trainer.export.rounded_adapter import read_rounded, rounding_identity, write_scales
 from trainer.figures import markdown_table
 from trainer.linear import QuantLinear, weights_sha256
 from trainer.lora import adapter_tensors, plain_config, register_layers
-from trainer.model import low_quantizer_of, quantizer_of
 from trainer.quant_plan import QuantPlan
-from trainer.quantizer import DEFAULTS, WHOLE_ROW
+from trainer.quantizer import DEFAULTS
 from trainer.vocabulary import check_tokenizer, is_tied, tokenizer_sha256
 
 
@@ -312,53 +309,6 @@ def read_identity(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error}; export the adapter again") from None
     require(isinstance(identity, dict), f"{path} holds no object; export the adapter again")
     return identity
-
-
-def describe_method(config: Config) -> str:
-    """How the run trained, as the beginning of a sentence."""
-    how = f"{_describe_weights(config)}{_describe_objective(config)}"
-    return f"{how}, with NEFTune ({config.train.neftune_alpha:g})" if config.train.neftune_alpha else how
-
-
-def _describe_objective(config: Config) -> str:
-    preference = config.preference
-    if preference.method is Method.none:
-        return ""
-    name = "IPO" if preference.loss is DpoLoss.ipo else preference.method.value.upper()
-    return f", by {name} (beta {preference.beta:g})"
-
-
-def _describe_weights(config: Config) -> str:
-    if config.train.weights is Weights.all:
-        return "All weights"
-    if config.train.weights is Weights.scales:
-        return "Block by block and then scales" if config.blockwise.epochs else "Scales of nearest codes"
-    lora, quant = config.lora, config.quant
-    name = {(False, False): "LoRA", (True, False): "DoRA", (False, True): "rsLoRA"}.get(
-        (lora.use_dora, lora.use_rslora), "DoRA with rsLoRA's scaling"
-    )
-    targets = "all linear layers" if lora.target_modules == "all-linear" else lora.target_modules
-    adapter = f"{name} of rank {lora.rank}, alpha {lora.alpha:g}, on {targets}"
-    if config.qat.enabled:
-        return f"{adapter} of a 16-bit base, merge-aware"
-    adapter += "" if lora.init is LoraInit.default else f", started by {_INITS[lora.init]}"
-    adapter += f", started by LoftQ ({config.loftq.iterations} rounds)" if config.loftq.iterations else ""
-    adapter += f", with {', '.join(lora.modules_to_save)} trained whole," if lora.modules_to_save else ""
-    if quant.codebook is Codebook.none:
-        return f"{adapter} of a base that is not packed"
-    quantizer = quantizer_of(quant)
-    codebook = quantizer.codebook.upper()
-    if quant.bits_budget is not None:
-        codebook += f" and {low_quantizer_of(quant).codebook.upper()} ({quant.bits_budget:g} bits on average)"
-    if quantizer.group_size is not None:
-        scales = "a scale a row" if quantizer.group_size == WHOLE_ROW else f"groups of {quantizer.group_size}"
-    else:
-        double = " with double quantisation" if quantizer.double_quant else ""
-        scales = f"blocks of {quantizer.block_size}{double}"
-    return f"{adapter} of a base packed to {codebook} ({scales})"
-
-
-_INITS = {LoraInit.pissa: "PiSSA", LoraInit.olora: "OLoRA", LoraInit.eva: "EVA"}
 
 
 def write_model_card(folder: Path, config: Config, metrics: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from trainer.architecture import base_model
 from trainer.config.model import ModelSource
 from trainer.config.schema import Config
 from trainer.export.merged import whole_folder
+from trainer.export.method import describe_scheme
 from trainer.figures import markdown_table
 from trainer.qat.packed_linear import PackedEmbedding
 from trainer.qat.packed_model import WEIGHTS, describe_packed, open_packed, packed_layers
@@ -109,22 +110,6 @@ def describe_schemes(model: nn.Module) -> str:
     return "; ".join(f"{count} layers {what}" for what, count in counts.items())
 
 
-def describe_scheme(scheme: Scheme) -> str:
-    """INT4 in groups of 32, inputs in INT8 with a scale a token"""
-    weight, inputs = scheme.weight, scheme.activations
-    text = scheme.weight_name.upper()
-    group_size = getattr(weight, "group_size", None)
-    if group_size is not None:
-        text += " with a scale a row" if group_size == -1 else f" in groups of {group_size}"
-        text += "" if getattr(weight, "symmetric", None) is not False else ", asymmetric"
-    elif getattr(weight, "block_size", None) is not None:
-        text += f" in blocks of {weight.block_size}" + (" with double quantisation" if weight.double_quant else "")
-    if inputs is None:
-        return text
-    grid = getattr(inputs.grid, "format", "int8").upper()
-    return f"{text}, inputs in {grid} with a scale a {'layer' if inputs.static else 'token'}"
-
-
 def write_quantized_card(folder: Path, config: Config, metrics: dict[str, Any]) -> None:
     """README.md of the folder that `write_quantized` wrote; metrics: the content of metrics.json."""
     identity = json.loads((folder / "lowbit.json").read_text())["quantized"]
@@ -150,8 +135,8 @@ tags: [lowbit, quantization-aware-training]
 ---
 # {base_name}, quantized in training
 
-{method}, through the quantizer ({schemes}), on {data} for {steps} steps ({tokens} tokens) with lowbit. The files hold
-the codes that the last step multiplied; their hash is `{packed_sha256}`.
+{method}, trained on {data} for {steps} steps ({tokens} tokens) with lowbit. The files hold the codes that the last step
+multiplied, {schemes}; their hash is `{packed_sha256}`.
 
 {table}
 

@@ -105,7 +105,8 @@ class FakeQuantLinear(FakeQuantWeight):
     out  [..., out_features] of x's dtype
 
     input_scale  static inputs: [] float32, 0 until a range is known (inputs stay as they are until then); a parameter
-                 with learn_scales, which the observer sets as long as it observes
+                 with learn_scales. `commit_observers` sets it between two steps as long as the layer observes, so all
+                 passes and processes of a step round alike
     observing    static inputs: take ranges from training passes, also while `enabled` is False
     """
 

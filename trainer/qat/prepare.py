@@ -230,14 +230,17 @@ class QatSchedule:
     def before_step(self, step: int) -> None:
         """Get ready for step `step`."""
         self.enable(step >= self.start)
-        if step <= self.freeze:  # later a checkpoint's ranges and learned scales stay what they are
-            commit_observers(self.model)
         for _, layer in fake_quant_layers(self.model):
             layer.observing = step < self.freeze
         progress = (step - self.start) / (self.num_steps - self.start)
         if progress >= 0:
             set_rounding(self.model, amount=self._amount(progress), seed=self.seed, step=step)
             self._pull_soft_rounding(progress)
+
+    def after_step(self, step: int) -> None:
+        """Fold what step `step` has shown into the ranges, before a checkpoint keeps one process's part of it."""
+        if step < self.freeze:  # later ranges and learned scales stay what they are
+            commit_observers(self.model)
 
     def finish(self) -> None:
         """After the last step: every layer computes what it ships, and no range moves."""
