@@ -177,5 +177,5 @@ def test_no_module_is_a_drawer_without_a_label():
 def test_readme_has_the_two_commands_and_no_gap():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "\npip install -e . && python train.py conf=qlora\n" in readme
-    assert "\npip install -e '.[test]' && pytest\n" in readme
+    assert "\npip install -e '.[test]' && pytest -n auto --dist loadfile\n" in readme
     assert "@@" not in readme

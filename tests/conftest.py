@@ -1,0 +1,19 @@
+"""With `-n auto` (pytest-xdist) tests run in a process a core that this one may use, each with its share of threads.
+
+Threads of several processes on the same cores wait for one another at every kernel.
+"""
+
+import os
+
+import pytest
+
+MAX_WORKERS = 8
+"""Each takes up to 2 GiB."""
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, CORES // int(workers))))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return min(CORES, MAX_WORKERS)
