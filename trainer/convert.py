@@ -1,8 +1,8 @@
 """From layers that are trained through the quantizer to layers of codes: the codes that the last forward multiplied.
 
 The pair of `prepare_qat`. Nothing is rounded here that was not rounded in training, and `convert` proves it layer by
-layer before it replaces anything: the trained layer, given the rows of the unit matrix, gives out the weight that it
-multiplies, and that must be the packed one, bit for bit.
+layer before it replaces anything: the trained layer, given the rows of the unit matrix and no bias, gives out the
+weight that it multiplies, and that must be the packed one, bit for bit.
 """
 
 from collections.abc import Iterator
@@ -90,17 +90,19 @@ def pack(layer: nn.Module) -> Frozen:
 def _require_same_function(name: str, layer: nn.Module, packed: Frozen, dtype: torch.dtype) -> None:
     """raises  RuntimeError if the product of the trained layer with inputs of `dtype` is not that of the codes"""
     quantized, scheme = packed.quantized, scheme_of_layer(layer)
-    bias = base_layer(layer).bias if not isinstance(packed, PackedEmbedding) else None
-    bias = None if bias is None else bias.to(dtype)
     if isinstance(packed, PackedEmbedding):
         ids = torch.arange(packed.num_embeddings, device=quantized.packed.device)
         same = all(torch.equal(layer(part), packed(part)) for part in ids.split(PROBE_ROWS))
-    elif scheme.activations is None:
-        dense = quantized.dequantize(dtype)
-        same = all(_is_product(layer(rows), rows, dense, bias) for rows in _unit_rows(dense))
     else:
-        rows = _random_rows(quantized, dtype)
-        same = torch.equal(layer(rows), packed(rows))
+        with _without_bias(base_layer(layer)), _without_bias(packed):
+            if scheme.activations is None:
+                dense = quantized.dequantize(dtype)
+                same = all(torch.equal(layer(rows), linear(rows, dense)) for rows in _unit_rows(dense))
+            else:
+                rows = _random_rows(quantized, dtype)
+                same = torch.equal(layer(rows), packed(rows))
+        nothing = torch.zeros(1, quantized.shape[1], dtype=dtype, device=quantized.packed.device)
+        same = same and torch.equal(layer(nothing), packed(nothing))  # the bias
     if not same:
         raise RuntimeError(
             f"{name} multiplies another weight than the codes that it would export ({scheme.weight}); nothing "
@@ -108,11 +110,14 @@ def _require_same_function(name: str, layer: nn.Module, packed: Frozen, dtype: t
         )
 
 
-def _is_product(y: Tensor, rows: Tensor, dense: Tensor, bias: Tensor | None) -> bool:
-    """Whether y is rows times dense, to the bit; the sum with a bias is rounded once, as nn.Linear does, or twice."""
-    if torch.equal(y, linear(rows, dense, bias)):
-        return True
-    return bias is not None and torch.equal(y, linear(rows, dense) + bias)
+@contextmanager
+def _without_bias(layer: nn.Module) -> Iterator[None]:
+    """A bias much larger than the weights would round them away, and with them what differs."""
+    bias, layer.bias = layer.bias, None
+    try:
+        yield
+    finally:
+        layer.bias = bias
 
 
 def _unit_rows(dense: Tensor) -> Iterator[Tensor]:

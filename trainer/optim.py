@@ -153,7 +153,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
         inside = layer >= 0
         layers_above = num_layers - 1 - layer if inside else num_layers * name.startswith(embeddings)
         lr_scale = config.layer_decay**layers_above * (config.lora_plus_ratio if _is_lora_B(name) else 1.0)
-        kind = name.rpartition(".")[2]
+        kind = name.rpartition(".")[2].removeprefix("lora_")  # of merge-aware layers, as PEFT wants it
         if kind in ("zeros", "soft_rounding"):
             lr_scale = CODE_LR / config.lr
         beside = kind in ("scales", "input_scale", "zeros", "soft_rounding")  # see qat/fake_quant.py

@@ -41,7 +41,7 @@ from trainer.optim import Optimizer, build_optimizer, default_learning_rate, req
 from trainer.preference import Objective, build_objective
 from trainer.prepare_weights import prepare_weights
 from trainer.qat.packed_model import packed_layers
-from trainer.qat.prepare import QatSchedule, calibrate, require_kv_cache
+from trainer.qat.prepare import QatSchedule, calibrate, layer_schemes, require_kv_cache
 from trainer.reference import with_reference
 from trainer.teacher_cache import TeacherCache, cache_teacher, with_places
 
@@ -87,7 +87,20 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         "would be lost; train from the 16-bit model that it was made from",
     )
     _require_positions(model, config)
+    if config.qat.enabled:
+        layer_schemes(model, config.qat)  # before a teacher or blocks take hours
     dataset, held_out = (_tokenize(each, rows, tokenizer, config) for each in (rows, held_out_rows))
+    plan = BatchPlan(
+        num_rows=len(dataset),
+        batch_size=config.train.batch_size,
+        grad_accum_steps=config.train.grad_accum_steps,
+        world_size=accelerator.num_processes,
+        seed=config.seed,
+        epochs=config.train.epochs,
+        max_steps=config.train.max_steps,
+    )
+    if config.qat.enabled:
+        config.qat.require_moments(max(1, plan.num_steps))
     teacher = _teacher(model, [dataset, held_out], config, accelerator) if config.distill.enabled else None
     if isinstance(teacher, TeacherCache):
         dataset, held_out = with_places([dataset, held_out])
@@ -118,15 +131,6 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     optimizer = with_master_weights(build_optimizer(objective, optim))
     _require_disk(
         run_dir, objective, keep=config.train.keep_checkpoints, exports_bytes=export_bytes(model, config.export)
-    )
-    plan = BatchPlan(
-        num_rows=len(dataset),
-        batch_size=config.train.batch_size,
-        grad_accum_steps=config.train.grad_accum_steps,
-        world_size=accelerator.num_processes,
-        seed=config.seed,
-        epochs=config.train.epochs,
-        max_steps=config.train.max_steps,
     )
     state = TrainState(
         world_size=accelerator.num_processes,

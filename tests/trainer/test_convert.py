@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from trainer.config.errors import UserError
@@ -123,7 +124,7 @@ def test_the_layers_that_our_kernels_know_become_quant_linears() -> None:
 
 
 def test_a_layer_that_multiplies_something_else_is_found() -> None:
-    """One scale, one part in a thousand; before the start; and a hash of other codes."""
+    """One scale, one part in a hundred; before the start; and a hash of other codes."""
     model, tokenizer = trained(CONFIGS["int4"])
     name, layer = next(iter(packed_layers(model).items()))
 
@@ -158,8 +159,8 @@ def test_a_static_scale_belongs_to_the_hash() -> None:
     assert packed_sha256(model) != before
 
 
-def test_biases_in_16_bits() -> None:
-    """A packed layer rounds its product and then the sum, as the server does; training rounds the sum once."""
+def with_biases() -> Qwen2ForCausalLM:
+    """Trained through INT4, in bfloat16; q, k and v have biases."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=260,
@@ -174,7 +175,30 @@ def test_biases_in_16_bits() -> None:
         if name.endswith("bias"):
             nn.init.normal_(parameter)
     prepare_qat(model.requires_grad_(True), QatConfig(scheme="int4"))
-    before = logits(model.eval())
+    return model.eval()
+
+
+@pytest.mark.parametrize("what", ["weight", "bias"])
+def test_a_large_bias_hides_no_other_weight(what: str) -> None:
+    """Qwen2's keys have biases of hundreds, where bfloat16 has steps of 2: more than any weight."""
+    model = with_biases()
+    name, layer = next((name, layer) for name, layer in packed_layers(model).items() if name.endswith("k_proj"))
+    layer.bias.data += 300
+
+    class Wrong(type(layer)):
+        def forward(self, x):
+            weight = self.quantized.dequantize(x.dtype)
+            return linear(x, -weight, self.bias) if what == "weight" else linear(x, weight)
+
+    layer.__class__ = Wrong
+    with pytest.raises(RuntimeError, match=f"{name} multiplies another weight"):
+        convert(model)
+
+
+def test_biases_in_16_bits() -> None:
+    """A packed layer rounds its product and then the sum, as the server does; training rounds the sum once."""
+    model = with_biases()
+    before = logits(model)
     assert convert(model) == 14
     # Three of fourteen layers round once more, 2^-9 of their value each.
     assert 0 < (logits(model).float() - before.float()).norm() / before.float().norm() < 2**-6

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
@@ -23,6 +24,7 @@ from trainer.distillation import DistillationLoss, LiveTeacher, copy_teacher
 from trainer.lora import attach_lora
 from trainer.model import load_model
 from trainer.objective import NextTokenLoss
+from trainer.prepare import prepare_run
 from trainer.teacher_cache import cache_teacher, followed, with_places
 
 PROMPTED = [
@@ -319,6 +321,33 @@ def test_a_packed_base_comes_nearer_to_its_16_bit_self(run, top_k) -> None:
     assert 0 < result.metrics["eval_kl"] < 0.5 * result.metrics["eval_kl_base"]
     first = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx(first["kl"], rel=1e-6) and first["cross_entropy"] > first["kl"]
+
+
+QAT = ("conf=qat", "model=tiny", "model.dtype=float32", "data=jsonl", "data.eval_rows=2", "distill.weight=0.5")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (("qat.schemes=['k_pro:int8']",), "qat.schemes has 'k_pro', which fits no layer"),
+        (("qat.group_size=96",), "qat.group_size=96 does not divide in_features="),
+        (("train.epochs=1", "qat.start=1000"), "qat.start=1000.0 is beyond the end of a run of"),
+    ],
+)
+def test_a_bad_scheme_is_told_before_the_teacher_runs(
+    tmp_path, uneven_jsonl, own_cache, monkeypatch, overrides, text
+) -> None:
+    asked = Asked(monkeypatch)
+    config = load_config(*QAT, f"data.path={uneven_jsonl}", "train.max_steps=null", *overrides)
+    with pytest.raises(UserError, match=text):
+        prepare_run(config, tmp_path, Accelerator())
+    assert asked.count == 0
+
+
+def test_calibration_is_no_part_of_the_first_evaluation(tmp_path, uneven_jsonl, own_cache) -> None:
+    config = load_config(*QAT, f"data.path={uneven_jsonl}", "train.max_steps=2", "qat.scheme=int8_static")
+    objective = prepare_run(config, tmp_path, Accelerator()).training.objective
+    assert objective.drain_metrics()["kl"] == (0.0, 0)
 
 
 @pytest.mark.parametrize("conf", ["full", "lora", "qlora", "qat"])

@@ -11,10 +11,12 @@ from torch.nn.functional import linear
 from tests.trainer.test_fused_decoder import CU_SEQLENS, build, by_transformers, documents
 from trainer.config.errors import UserError
 from trainer.config.lora import LoraConfig
+from trainer.config.optim import OptimConfig
 from trainer.fused_decoder import FusedDecoder
 from trainer.kernels.lora_linear import Adapter
 from trainer.kernels.merged_weight import merge_rows_reference
 from trainer.lora import LoraLinear
+from trainer.optim import parameter_groups
 from trainer.qat import merged_codes
 from trainer.qat.fake_quant import FakeQuantLinear
 from trainer.qat.lora import attach_merge_aware, rounding_layers
@@ -281,6 +283,18 @@ def test_clamped_codes_have_no_gradient() -> None:
     layer.lora_B["default"].weight.grad = None
     layer(x.roll(1, 1)).sum().backward()
     assert (layer.lora_B["default"].weight.grad == layer.adapter.scaling).all()
+
+
+def test_learned_scales_are_no_matrix_of_weights() -> None:
+    """No decay pulls scales to 0, and zero points move in codes: optim.CODE_LR a step, ten times this rate."""
+    model, _ = attached(Scheme.named("int4", symmetric=False, learn_scales=True))
+    names = {id(parameter): name.rpartition(".")[2] for name, parameter in model.named_parameters()}
+    settings = {
+        names[id(parameter)]: (group["weight_decay"], round(group["lr_scale"], 6))
+        for group in parameter_groups(model, OptimConfig(lr=1e-3, weight_decay=0.1))
+        for parameter in group["params"]
+    }
+    assert settings == {"weight": (0.1, 1), "lora_scales": (0, 1), "lora_zeros": (0, 10)}
 
 
 # ---- a model

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.trainer.test_convert import NextToken
+from trainer.checkpoint import TrainState, save_checkpoint
 from trainer.compose import load_config
 from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
@@ -165,6 +168,23 @@ def test_ranges_are_calibrated_and_then_frozen(model) -> None:
     assert scales[0] < scales[1] < scales[2] == scales[3] == layer.input_scale.item()
     for index in (0, 1, 2):
         assert scales[index] == pytest.approx(x[index].abs().max().item() / 127)
+
+
+def test_a_checkpoint_has_the_range_of_all_that_was_seen(model, tmp_path) -> None:
+    """What is pending is a process's own, and a file has one: it is folded in before."""
+    prepare_qat(model, QatConfig(scheme="int8_static", observer="minmax"))
+    layer = layers_of(model)[0]
+    NextToken(model.train())(TOKEN_IDS)
+    seen = layer.observer.pending.clone()
+    assert seen > 0
+    optimizer = torch.optim.SGD(model.parameters())
+    path = save_checkpoint(tmp_path, TrainState(step=1), model, optimizer, Accelerator(), keep=1)
+    saved = load_file(path / "trainable.safetensors")
+    ranges, pending = (
+        [t for name, t in saved.items() if name.endswith(f"observer.{key}")] for key in ("range", "pending")
+    )
+    assert len(ranges) == 14 and seen in ranges and all(range > 0 for range in ranges)
+    assert not any(pending)
 
 
 def test_soft_rounding_is_pulled_to_up_or_down(model) -> None:
