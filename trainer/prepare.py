@@ -81,44 +81,28 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     require_device(config.optim, accelerator.device)
     rows, held_out_rows = _load_rows(config)
     model, tokenizer = load_model(config.model)
-    require(
-        not packed_layers(model),
-        f"model.path={config.model.path} is packed: its codes are what was trained, and steps smaller than their grid "
-        "would be lost; train from the 16-bit model that it was made from",
-    )
-    _require_positions(model, config)
-    if config.qat.enabled:
-        layer_schemes(model, config.qat)  # before a teacher or blocks take hours
+    _require_model(model, config)
     dataset, held_out = (_tokenize(each, rows, tokenizer, config) for each in (rows, held_out_rows))
-    plan = BatchPlan(
-        num_rows=len(dataset),
-        batch_size=config.train.batch_size,
-        grad_accum_steps=config.train.grad_accum_steps,
-        world_size=accelerator.num_processes,
-        seed=config.seed,
-        epochs=config.train.epochs,
-        max_steps=config.train.max_steps,
-    )
-    if config.qat.enabled:
-        config.qat.require_moments(max(1, plan.num_steps))
+    plan = _plan(dataset, config, accelerator)
     teacher = _teacher(model, [dataset, held_out], config, accelerator) if config.distill.enabled else None
     if isinstance(teacher, TeacherCache):
         dataset, held_out = with_places([dataset, held_out])
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def figures_of(objective: nn.Module) -> dict[str, float]:
+        return held_out_figures(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
+
     before = None
     if config.train.weights is Weights.scales:
         if config.blockwise.epochs and accelerator.is_main_process and not to_export:
             save_config(config, run_dir / "config.yaml")  # its finished blocks are what a resumed run goes on from
-
-        def measure(student: PreTrainedModel) -> dict[str, float]:
-            objective = _objective(NextTokenLoss(student), teacher, config)
-            return held_out_figures(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
-
         before = prepare_scales(
             *(model, dataset, config, run_dir, accelerator),
             max_pass_tokens=_max_pass_tokens(config, accelerator),
-            measure=None if checkpoints(run_dir) else measure,
+            measure=None
+            if checkpoints(run_dir)
+            else lambda student: figures_of(_objective(NextTokenLoss(student), teacher, config)),
         )
         trained = model.to(accelerator.device)
     else:
@@ -132,26 +116,14 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     _require_disk(
         run_dir, objective, keep=config.train.keep_checkpoints, exports_bytes=export_bytes(model, config.export)
     )
-    state = TrainState(
-        world_size=accelerator.num_processes,
-        dtype=str(model.dtype).removeprefix("torch."),
-        base_sha256=weights_sha256(trained),
-        data_sha256=_data_sha256(dataset, held_out),
-        device=accelerator.device.type,
-        kernels=choose("codebook4", accelerator.device.type),
-        max_pass_tokens=_max_pass_tokens(config, accelerator),
-    )
+    state = _new_state(trained, [dataset, held_out], config, accelerator)
     if config.preference.precompute:
         datasets = _with_reference(objective, {"train": dataset, "held_out": held_out}, run_dir, accelerator, state)
         dataset, held_out = datasets["train"], datasets["held_out"]
     qat = None
     if config.qat.enabled:
         qat = QatSchedule.of(trained, config.qat, num_steps=max(1, plan.num_steps), seed=config.seed)
-        if config.qat.kv_cache:
-            require_kv_cache(objective)
-        if not checkpoints(run_dir):
-            calibrate(objective, _calibration_batches(objective, dataset, config, accelerator))
-            objective.drain_metrics()  # what these rows measured is no figure of the run
+        _calibrate(objective, dataset, config, run_dir, accelerator)
     if before is not None:
         state.eval_base, state.eval_rounded = before
         state.eval_loss_base, state.eval_loss_rounded = (figures.pop("loss") for figures in before)
@@ -159,10 +131,6 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     objective = accelerator.prepare(objective)
     _require_steps_left(plan, state, config)
     writes = accelerator.is_main_process and not to_export
-
-    def evaluate() -> dict[str, float]:
-        return held_out_figures(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
-
     training = Training(
         config=replace(config, optim=optim),
         run_dir=run_dir,
@@ -173,13 +141,69 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         plan=plan,
         max_pass_tokens=state.max_pass_tokens,
         sinks=open_sinks(config, run_dir, keep_steps=state.step) if writes else [],
-        evaluate=evaluate,
+        evaluate=lambda: figures_of(objective),
         before_step=None if qat is None else qat.before_step,
         after_step=None if qat is None else qat.after_step,
     )
     if writes:  # last, so that a folder with a config is a run that can be resumed
         save_config(config, run_dir / "config.yaml")
     return PreparedRun(training, trained, tokenizer, held_out, answers_to_show(held_out_rows), state, qat)
+
+
+def _require_model(model: PreTrainedModel, config: Config) -> None:
+    """What settings ask of a model, before a teacher or blocks take hours."""
+    require(
+        not packed_layers(model),
+        f"model.path={config.model.path} is packed: its codes are what was trained, and steps smaller than their grid "
+        "would be lost; train from the 16-bit model that it was made from",
+    )
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    require(
+        limit is None or config.data.max_seq_len <= limit,
+        f"data.max_seq_len={config.data.max_seq_len} exceeds the model's {limit} positions; use {limit} or less",
+    )
+    if config.qat.enabled:
+        layer_schemes(model, config.qat)
+
+
+def _plan(dataset: Dataset, config: Config, accelerator: Accelerator) -> BatchPlan:
+    """Which rows each step takes; the moments of quantization lie among its steps."""
+    plan = BatchPlan(
+        num_rows=len(dataset),
+        batch_size=config.train.batch_size,
+        grad_accum_steps=config.train.grad_accum_steps,
+        world_size=accelerator.num_processes,
+        seed=config.seed,
+        epochs=config.train.epochs,
+        max_steps=config.train.max_steps,
+    )
+    if config.qat.enabled:
+        config.qat.require_moments(max(1, plan.num_steps))
+    return plan
+
+
+def _new_state(trained: nn.Module, datasets: list[Dataset], config: Config, accelerator: Accelerator) -> TrainState:
+    """A run before its first step, and what a checkpoint has to agree with."""
+    return TrainState(
+        world_size=accelerator.num_processes,
+        dtype=str(trained.dtype).removeprefix("torch."),
+        base_sha256=weights_sha256(trained),
+        data_sha256=_data_sha256(*datasets),
+        device=accelerator.device.type,
+        kernels=choose("codebook4", accelerator.device.type),
+        max_pass_tokens=_max_pass_tokens(config, accelerator),
+    )
+
+
+def _calibrate(
+    objective: Objective | DistillationLoss, dataset: Dataset, config: Config, run_dir: Path, accelerator: Accelerator
+) -> None:
+    """Where ranges of static inputs start, in a new run."""
+    if config.qat.kv_cache:
+        require_kv_cache(objective)
+    if not checkpoints(run_dir):
+        calibrate(objective, _calibration_batches(objective, dataset, config, accelerator))
+        objective.drain_metrics()  # what these rows measured is no figure of the run
 
 
 def _calibration_batches(
@@ -286,15 +310,6 @@ def _data_sha256(*datasets: Dataset) -> str:
             for column in columns:
                 digest.update(np.concatenate([np.atleast_1d(value) for value in rows[column]]).astype(np.int64))
     return digest.hexdigest()
-
-
-def _require_positions(model: PreTrainedModel, config: Config) -> None:
-    """Rows must not be longer than the model's positions reach."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    require(
-        limit is None or config.data.max_seq_len <= limit,
-        f"data.max_seq_len={config.data.max_seq_len} exceeds the model's {limit} positions; use {limit} or less",
-    )
 
 
 def _require_steps_left(plan: BatchPlan, state: TrainState, config: Config) -> None:

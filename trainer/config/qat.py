@@ -26,6 +26,11 @@ class Observer(StrEnum):
     mse = "mse"
 
 
+class ScaleStart(StrEnum):
+    minmax = "minmax"
+    mse = "mse"
+
+
 class RoundingName(StrEnum):
     nearest = "nearest"
     stochastic = "stochastic"
@@ -52,6 +57,9 @@ class QatConfig:
     learn_scales: bool = False
     """int4, int4_int8, int8: scales (and zero points) are trained too (LSQ, arXiv:1902.08153; LSQ+, arXiv:2004.09576),
     not computed from the weights."""
+    scale_init: ScaleStart | None = None
+    """Where learned scales start: minmax (nothing is clipped) or mse (the smallest error of the weights); null for
+    minmax."""
     rounding: RoundingName = RoundingName.nearest
     """nearest; stochastic (up or down by chance, less and less); soft (AdaRound, arXiv:2004.10568: weights are
     frozen, and whether each goes up or down is trained)."""
@@ -70,6 +78,7 @@ class QatConfig:
     def __post_init__(self) -> None:
         self.scheme, self.rounding = SchemeName(self.scheme), RoundingName(self.rounding)  # from Python, plain text
         self.observer = None if self.observer is None else Observer(self.observer)
+        self.scale_init = None if self.scale_init is None else ScaleStart(self.scale_init)
         self._require_patterns()
         size = self.group_size
         require(
@@ -87,6 +96,11 @@ class QatConfig:
             not (self.learn_scales and self.rounding is RoundingName.soft),
             "qat.rounding=soft trains how weights are rounded on fixed scales, and qat.learn_scales=true moves them; "
             "choose one",
+        )
+
+        require(
+            self.scale_init is None or self.learn_scales,
+            f"qat.scale_init={self.scale_init and self.scale_init.value} has no effect with qat.learn_scales=false; leave it out",
         )
 
     @property

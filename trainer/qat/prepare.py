@@ -72,6 +72,7 @@ def scheme_of(name: SchemeName, config: QatConfig) -> Scheme:
         options = {"group_size": config.group_size, "symmetric": config.symmetric}
     if integers:
         options |= {"learn_scales": config.learn_scales, "rounding": config.rounding.value}
+        options |= {} if config.scale_init is None else {"scale_init": config.scale_init.value}
     if name is SchemeName.int8_static and config.observer is not None:
         options["observer"] = config.observer.value
     try:
