@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.e2e.conftest import command, losses
+from trainer import finetune, load_config
 
 SETTINGS = (
     *("model=tiny", "model.dtype=float32", "data=jsonl", "data.eval_rows=4", "evaluate.samples=0"),
@@ -71,16 +72,15 @@ def test_quantization_aware(tmp_path, cache, jsonl):
     assert "through INT4 in groups of 32, taught by the 16-bit model (forward KL of weight 1 at temperature 1" in card
 
 
-def test_calibration_is_no_figure(tmp_path, cache, jsonl):
-    """Rows that set the ranges of static inputs pass the objective in 16 bits, before the first evaluation."""
-    settings = ("conf=qat", "qat.scheme=int8_static", f"data.path={jsonl}", "train.max_steps=1", "optim.lr=1e-9")
-    for rows in (1, 32):
-        overrides = (f"qat.calibration_rows={rows}", f"output_dir={rows}")
-        finish(start(tmp_path, cache, *settings, "qat.observer=minmax", *overrides))
-    few, many = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("1", "32"))
-    # the last step's ranges, and weights that did not move: a dilution by 36 rows in 16 bits would be a factor of 2
-    assert many["eval_kl_rounded"] == pytest.approx(many["eval_kl"], rel=0.3)
-    assert few["eval_kl_rounded"] > 0
+def test_calibration_is_no_figure(tmp_path, cache, jsonl, monkeypatch):
+    """Rows that set the ranges of static inputs pass the objective before the first evaluation."""
+    monkeypatch.setenv("LOWBIT_CACHE", cache["LOWBIT_CACHE"])
+    settings = (*SETTINGS, "conf=qat", f"data.path={jsonl}", f"output_dir={tmp_path / 'run'}")
+    settings = (*settings, "qat.schemes=[down_proj:int8_static]", "train.max_steps=1", "optim.lr=1e-9")
+    metrics = finetune(load_config(*settings)).metrics
+    # One function, since ranges of a single step stay as they are; with the 32 rows among them it was off by 28 %. The
+    # rate moves a weight by 1e-9, which may turn a code, and float16 answers of the teacher leave 2e-7 of 8e-5.
+    assert metrics["eval_kl_rounded"] == pytest.approx(metrics["eval_kl"], rel=0.05)
 
 
 def test_a_bad_setting_ends_with_one_line(train, jsonl):
