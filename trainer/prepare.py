@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.blockwise.prepare import prepare_scales

@@ -51,7 +51,10 @@ RUNS = {
     ),
     "muon and an added token": ("optim.name=muon", "qat.learn_scales=true", "model.add_tokens=['<a>']"),
     "INT8 cache": ("qat.kv_cache=true",),
-    "mixed": ("qat.schemes=[layers.0.*:none,down_proj:nf4,lm_head:int4,embed_tokens:int4]", "qat.start=2"),
+    "mixed": (
+        "qat.schemes=[layers.0.*:none,down_proj:nf4,lm_head:int8_weight_only,embed_tokens:int8_weight_only]",
+        "qat.start=2",
+    ),
 }
 
 

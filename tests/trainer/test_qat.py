@@ -96,13 +96,14 @@ def test_what_does_not_fit_the_model_is_named(model, options: dict, message: str
         (("qat.schemes=[down_proj]",), "qat.schemes has 'down_proj'; give a pattern of the ends of layers' names and"),
         (("qat.schemes=[down_proj:int5]",), r"a scheme \(none, int4, int4_int8"),
         (("qat.schemes=['a:int4','a:nf4']",), "names .'a'. twice"),
-        (("qat.start=5",), r"qat.start=5.0 is beyond the end of a run of 5 steps; give a step below that, a share"),
+        (("qat.start=5",), r"qat.start=5 is beyond the end of a run of 5 steps; give a step below that, a share"),
         (("qat.start=1.5",), "qat.start=1.5; give a whole number of steps, such as 100, or a share"),
         (("qat.start=-1",), "qat.start=-1.0; give a whole number"),
-        (("qat.scheme=int8_static", "qat.freeze_observers=9"), "qat.freeze_observers=9.0 is beyond the end"),
+        (("qat.scheme=int8_static", "qat.freeze_observers=9"), "qat.freeze_observers=9 is beyond the end"),
         (("qat.group_size=48",), "qat.group_size=48; use -1 .one scale a row. or a multiple of 32"),
         (("qat.scheme=nf4", "qat.group_size=64"), "qat.group_size=64 has no effect with qat.scheme=nf4"),
         (("qat.scheme=nf4", "qat.learn_scales=true"), "qat.learn_scales=True has no effect with qat.scheme=nf4"),
+        (("qat.scale_init=mse",), "qat.scale_init=mse has no effect with qat.learn_scales=false"),
         (("qat.observer=mse",), "qat.observer=mse has no effect with qat.scheme=int4 .*use one of int8_static"),
         (("qat.rounding=soft", "qat.learn_scales=true"), "choose one"),
         (("qat.compare_tokens=1",), "qat.compare_tokens=1; give at least 2"),
@@ -171,12 +172,15 @@ def test_ranges_are_calibrated_and_then_frozen(model) -> None:
 
 
 def test_a_checkpoint_has_the_range_of_all_that_was_seen(model, tmp_path) -> None:
-    """What is pending is a process's own, and a file has one: it is folded in before."""
-    prepare_qat(model, QatConfig(scheme="int8_static", observer="minmax"))
-    layer = layers_of(model)[0]
+    """What is pending is a process's own, and a file has one: a step ends with folding it in."""
+    config = QatConfig(scheme="int8_static", observer="minmax")
+    prepare_qat(model, config)
+    layer, schedule = layers_of(model)[0], QatSchedule.of(model, config, num_steps=4, seed=0)
+    schedule.before_step(0)
     NextToken(model.train())(TOKEN_IDS)
     seen = layer.observer.pending.clone()
     assert seen > 0
+    schedule.after_step(0)
     optimizer = torch.optim.SGD(model.parameters())
     path = save_checkpoint(tmp_path, TrainState(step=1), model, optimizer, Accelerator(), keep=1)
     saved = load_file(path / "trainable.safetensors")

@@ -18,6 +18,7 @@ def test_names_are_what_they_say() -> None:
         "int4_int8": Scheme(Quantizer("int4"), int8_tokens, integer=True),
         "int8": Scheme(Quantizer("int8"), int8_tokens, integer=True),
         "int8_static": Scheme(Quantizer("int8"), Activations(Grid.int8(), ObserverSettings())),
+        "int8_weight_only": Scheme(Quantizer("int8")),
         "nf4": Scheme(Quantizer("nf4")),
         "fp8": Scheme(FloatGrid("fp8"), Activations(FloatGrid("fp8"))),
         "mxfp4": Scheme(FloatGrid("mxfp4")),
@@ -56,7 +57,11 @@ def test_grids_of_kernels_are_those_of_the_quantizer(group_size: int, symmetric:
 @pytest.mark.parametrize(
     ("name", "settings", "text"),
     [
-        ("int3", {}, "scheme=int3; use one of int4, int4_int8, int8, int8_static, nf4, fp8, mxfp4, nvfp4"),
+        (
+            "int3",
+            {},
+            "scheme=int3; use one of int4, int4_int8, int8, int8_static, int8_weight_only, nf4, fp8, mxfp4, nvfp4",
+        ),
         ("int4", {"group_size": 48}, "quant.group_size=48 is no multiple of 32"),
         ("int4", {"block_size": 64}, "quant.block_size=64 has no effect with quant.codebook=int4"),
         ("int8", {"symmetric": False}, "quant.symmetric=False has no effect with quant.codebook=int8"),

@@ -13,6 +13,7 @@ class SchemeName(StrEnum):
     int4_int8 = "int4_int8"
     int8 = "int8"
     int8_static = "int8_static"
+    int8_weight_only = "int8_weight_only"
     nf4 = "nf4"
     fp8 = "fp8"
     mxfp4 = "mxfp4"
@@ -42,7 +43,7 @@ class QatConfig:
     scheme: SchemeName = SchemeName.none
     """What the linear layers compute while they are trained, and after export: int4 (weights), int4_int8 (INT4 weights,
     INT8 activations with a scale a token), int8 (both in 8 bits), int8_static (activations in fixed ranges, observed in
-    training), nf4, fp8, mxfp4, nvfp4; none trains in 16 bits. `conf=qat` sets it."""
+    training), int8_weight_only, nf4, fp8, mxfp4, nvfp4; none trains in 16 bits. `conf=qat` sets it."""
     schemes: list[str] = field(default_factory=list)
     """Other schemes by the ends of layers' names, shell patterns, such as `['lm_head:int8','layers.0.*:none']`; the
     first that matches counts. Output head and embeddings stay in 16 bits unless a pattern names them."""
@@ -57,9 +58,8 @@ class QatConfig:
     learn_scales: bool = False
     """int4, int4_int8, int8: scales (and zero points) are trained too (LSQ, arXiv:1902.08153; LSQ+, arXiv:2004.09576),
     not computed from the weights."""
-    scale_init: ScaleStart | None = None
-    """Where learned scales start: minmax (nothing is clipped) or mse (the smallest error of the weights); null for
-    minmax."""
+    scale_init: ScaleStart = ScaleStart.minmax
+    """Where learned scales start: minmax (nothing is clipped) or mse (the smallest error of the weights)."""
     rounding: RoundingName = RoundingName.nearest
     """nearest; stochastic (up or down by chance, less and less); soft (AdaRound, arXiv:2004.10568: weights are
     frozen, and whether each goes up or down is trained)."""
@@ -78,7 +78,7 @@ class QatConfig:
     def __post_init__(self) -> None:
         self.scheme, self.rounding = SchemeName(self.scheme), RoundingName(self.rounding)  # from Python, plain text
         self.observer = None if self.observer is None else Observer(self.observer)
-        self.scale_init = None if self.scale_init is None else ScaleStart(self.scale_init)
+        self.scale_init = ScaleStart(self.scale_init)
         self._require_patterns()
         size = self.group_size
         require(
@@ -99,8 +99,8 @@ class QatConfig:
         )
 
         require(
-            self.scale_init is None or self.learn_scales,
-            f"qat.scale_init={self.scale_init and self.scale_init.value} has no effect with qat.learn_scales=false; leave it out",
+            self.scale_init is ScaleStart.minmax or self.learn_scales,
+            f"qat.scale_init={self.scale_init.value} has no effect with qat.learn_scales=false; leave it out",
         )
 
     @property
@@ -127,8 +127,8 @@ class QatConfig:
             moment = getattr(self, key)
             require(
                 moment is None or moment_step(moment, num_steps) < num_steps,
-                f"qat.{key}={moment} is beyond the end of a run of {num_steps} steps; give a step below that, a share "
-                "of the run below 1 such as 0.1, or more train.max_steps",
+                f"qat.{key}={moment or 0:g} is beyond the end of a run of {num_steps} steps; give a step below that, a "
+                "share of the run below 1 such as 0.1, or more train.max_steps",
             )
 
     def _require_patterns(self) -> None:
@@ -158,10 +158,10 @@ class QatConfig:
                 )
 
 
-_INTEGERS = (SchemeName.int4, SchemeName.int4_int8, SchemeName.int8, SchemeName.int8_static)
+_INTEGERS = tuple(name for name in SchemeName if name.startswith("int"))
 _SETTINGS = (
     (("group_size", "symmetric"), (SchemeName.int4, SchemeName.int4_int8)),
-    (("learn_scales", "rounding"), _INTEGERS),
+    (("learn_scales", "scale_init", "rounding"), _INTEGERS),
     (("observer", "freeze_observers", "calibration_rows"), (SchemeName.int8_static,)),
     (("start", "kv_cache", "compare_tokens"), tuple(name for name in SchemeName if name is not SchemeName.none)),
 )

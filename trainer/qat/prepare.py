@@ -71,8 +71,8 @@ def scheme_of(name: SchemeName, config: QatConfig) -> Scheme:
     if name in (SchemeName.int4, SchemeName.int4_int8):
         options = {"group_size": config.group_size, "symmetric": config.symmetric}
     if integers:
-        options |= {"learn_scales": config.learn_scales, "rounding": config.rounding.value}
-        options |= {} if config.scale_init is None else {"scale_init": config.scale_init.value}
+        options |= {"learn_scales": config.learn_scales, "scale_init": config.scale_init.value}
+        options |= {"rounding": config.rounding.value}
     if name is SchemeName.int8_static and config.observer is not None:
         options["observer"] = config.observer.value
     try:
@@ -116,7 +116,7 @@ def _require_fit(name: str, layer: nn.Module, scheme_name: SchemeName, scheme: S
     require(
         weight_only or not isinstance(layer, nn.Embedding),
         f"qat.schemes gives {name}, an embedding, {scheme_name.value}, which rounds inputs, and an embedding's are "
-        "token ids; use int4 or nf4",
+        "token ids; use int4, int8_weight_only, nf4, mxfp4 or nvfp4",
     )
 
 

@@ -25,7 +25,7 @@ from trainer.kernels.float_grids import FloatGrid
 from trainer.qat.observers import ObserverKind, ObserverSettings
 from trainer.quantizer import WHOLE_ROW, Quantizer
 
-NAMES = ("int4", "int4_int8", "int8", "int8_static", "nf4", "fp8", "mxfp4", "nvfp4")
+NAMES = ("int4", "int4_int8", "int8", "int8_static", "int8_weight_only", "nf4", "fp8", "mxfp4", "nvfp4")
 
 
 class Rounding(StrEnum):
@@ -158,7 +158,7 @@ class Scheme:
     ) -> "Scheme":
         """A scheme of `NAMES`; None is the default of its quantizer.
 
-        group_size, symmetric, divisor, scale_dtype   int4, int4_int8; int8 and int8_static: group_size and scale_dtype
+        group_size, symmetric, divisor, scale_dtype   int4, int4_int8; all int8 ones: group_size and scale_dtype
         block_size, double_quant                      nf4
         observer   int8_static: its settings, or just a kind; None: a moving average
         integer    None: true where the server multiplies integers: int4_int8 and int8
