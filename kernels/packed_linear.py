@@ -4,7 +4,7 @@
     dense     floats                                                      float32 sums
     codebook  4-bit codes into a table of 16 values, one scale a group    float32 sums of table[code] * scale, rounded
               (NF4, FP4, symmetric INT4: the table is then -8..7)         once to the dtype of x
-    integer   INT4 or INT8, and x rounded to 8 bits, one scale a row      exact sums of integers: integer_linear.py
+    integer   INT4 or INT8, and x in 8 bits, a scale a row or one for all  exact sums of integers: integer_linear.py
 A bias is added where the trained layer adds it: `rounds_before_bias`, as QuantLinear does and layers with rounded
 inputs, or inside the product as nn.Linear does. With `out_dtype=float32` nothing is rounded, for logits.
 
@@ -67,6 +67,7 @@ class LinearWeight:
     table       [16] float32 beside codes: the values that they mean, in units of absmax
     rounds_before_bias   y is rounded before a bias is added, and again after it
     panels      "integer" on a CPU, else None
+    x_scale     "integer": [] float32, the static scale of every x; None: one scale a row
     originals   original layout: quantized weights, or one dense tensor
     decoded     why a quantized weight is kept dense; empty where it is not
     """
@@ -81,6 +82,7 @@ class LinearWeight:
     table: Tensor | None = None
     rounds_before_bias: bool = False
     panels: IntegerPanels | None = None
+    x_scale: Tensor | None = None
     originals: list[QuantizedWeight | Tensor] = field(default_factory=list)
     decoded: str = ""
 
@@ -97,7 +99,7 @@ class LinearWeight:
         kept = [self.weight, self.absmax]
         for holder in [*self.originals, self.panels]:
             kept += [holder] if isinstance(holder, Tensor) else [getattr(holder, name, None) for name in _BUFFERS]
-        return [tensor for tensor in kept if tensor is not None]
+        return [tensor for tensor in [*kept, self.x_scale] if tensor is not None]
 
     def dequantize(self) -> Tensor:
         """[out_features, in_features] of dtype: the weights that x is multiplied by; integer kinds round them once."""
@@ -143,22 +145,28 @@ def pack_codebook_linear(weights: Sequence[CodebookWeight], *, dtype: torch.dtyp
 
 
 def pack_integer_linear(
-    weights: Sequence[Int4Weight | Int8Weight], *, dtype: torch.dtype, dynamic: bool
+    weights: Sequence[Int4Weight | Int8Weight],
+    *,
+    dtype: torch.dtype,
+    rounds_input: bool,
+    x_scale: Tensor | None = None,
 ) -> LinearWeight:
     """INT4 or INT8 weights for `packed_linear`, stacked along out_features; the values stay exactly those of training.
 
-    dtype    of x: float32, bfloat16 or float16
-    dynamic  round each row of x to 8 bits and multiply integers, as FakeQuantLinear(integer=True); else x is as it is
-    raises   ValueError if shapes do not stack or, with dynamic, if bits, groups, zero points or act-orders differ;
-             TypeError for another dtype
+    dtype         of x: float32, bfloat16 or float16
+    rounds_input  round x to 8 bits and multiply integers, as FakeQuantLinear(integer=True); else x is as it is
+    x_scale       [] float32: by one scale for every x; None: by one scale a row
+    raises        ValueError if shapes do not stack or, with rounds_input, if bits, groups, zero points or act-orders
+                  differ; TypeError for another dtype
     """
-    if not dynamic:
+    if not rounds_input:
         return _pack_codes(weights, dtype, rounds_before_bias=False)
     sizes = _check_parts([(weight.out_features, weight.in_features) for weight in weights], dtype)
     on_cpu = weights[0].device.type == "cpu" and dtype in CPP_DTYPES
     if not on_cpu or _cpp.choose("integer_linear", "cpu") != "cpu":
-        return LinearWeight("integer", dtype, *sizes, rounds_before_bias=True, originals=_merged(weights))
-    return LinearWeight("integer", dtype, *sizes, rounds_before_bias=True, panels=repack(weights))
+        originals = _merged(weights)
+        return LinearWeight("integer", dtype, *sizes, rounds_before_bias=True, originals=originals, x_scale=x_scale)
+    return LinearWeight("integer", dtype, *sizes, rounds_before_bias=True, panels=repack(weights), x_scale=x_scale)
 
 
 def place_linears(weights: Sequence[LinearWeight]) -> None:
@@ -412,7 +420,7 @@ def packed_linear(
     out_dtype = out_dtype or x.dtype
     _check(x, weight, bias, out_dtype)
     if weight.panels is not None:
-        return integer_linear(x, weight.panels, bias, out_dtype=out_dtype)
+        return integer_linear(x, weight.panels, bias, x_scale=weight.x_scale, out_dtype=out_dtype)
     options = {"rounds_before_bias": weight.rounds_before_bias, "out_dtype": out_dtype}
     if weight.weight is not None:
         tensors = weight.weight, weight.absmax, weight.table, bias
@@ -426,7 +434,7 @@ def _linear_of_originals(
     x: Tensor, weight: LinearWeight, bias: Tensor | None, *, rounds_before_bias: bool, out_dtype: torch.dtype
 ) -> Tensor:
     if weight.kind == "integer":
-        y = _cat([_dynamic_part(x, part, out_dtype) for part in weight.originals], dim=1)
+        y = _cat([_integer_part(x, part, weight.x_scale, out_dtype) for part in weight.originals], dim=1)
         return y if bias is None else y + bias.to(out_dtype)
     # The ops of quantized weights round y to x's dtype, before a bias.
     fits = out_dtype == x.dtype and (bias is None or rounds_before_bias)
@@ -446,9 +454,9 @@ def _part(x: Tensor, part: QuantizedWeight) -> Tensor:
     return int8_linear(x, part)
 
 
-def _dynamic_part(x: Tensor, part: Int4Weight | Int8Weight, out_dtype: torch.dtype) -> Tensor:
+def _integer_part(x: Tensor, part: Int4Weight | Int8Weight, x_scale: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     multiply = int4_linear_dynamic if isinstance(part, Int4Weight) else int8_linear_dynamic
-    return multiply(x, part, out_dtype=out_dtype)
+    return multiply(x, part, x_scale=x_scale, out_dtype=out_dtype)
 
 
 def _check(x: Tensor, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype) -> None:

@@ -276,7 +276,7 @@ def linear_cases(quick: bool) -> Iterator[Case]:
         int4_next = copies(lambda: int4_quantize(weight, group_size=32), weight.numel() / 2)
         nf4_served = served(lambda: pack_codebook_linear([nf4_weight(weight)], dtype=DTYPE), weight.numel() / 2)
         int4_served, dynamic_served = (
-            served(lambda: pack_integer_linear([int4_next()], dtype=DTYPE, dynamic=dynamic), weight.numel() / 2)
+            served(lambda: pack_integer_linear([int4_next()], dtype=DTYPE, rounds_input=dynamic), weight.numel() / 2)
             for dynamic in (False, True)
         )
         nf4_truth = nf4_dense(stored_next()).float().T

@@ -81,7 +81,7 @@ def weights(kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple
         return pack_codebook_linear([weight], dtype=dtype), codebook_dequantize_reference(weight, dtype=dtype)
     if kind == "int4":
         weight = int4_weight(*shape[:2], group_size=32 if shape[1] % 32 == 0 else None)
-        packed = pack_integer_linear([weight], dtype=dtype, dynamic=False)
+        packed = pack_integer_linear([weight], dtype=dtype, rounds_input=False)
         return packed, int4_dequantize_reference(weight, dtype=dtype)
     dense = random(*shape[:2])
     return pack_linear(dense, dtype=dtype), dense.to(dtype)
@@ -327,7 +327,7 @@ def test_int4_groups_of_several_sizes_stack_exactly(dtype: torch.dtype, cpp: Non
     parts.append(int4_quantize(random(3, 576) * 1e-30, group_size=64))
     parts.append(int4_quantize(random(3, 576) * 1e30, group_size=32))
     parts.append(int4_quantize(torch.zeros(2, 576), group_size=32))
-    weight = pack_integer_linear(parts, dtype=dtype, dynamic=False)
+    weight = pack_integer_linear(parts, dtype=dtype, rounds_input=False)
     assert (weight.kind, weight.group, weight.decoded) == ("codebook", 32, "")
     dense = torch.cat([int4_dequantize_reference(part, dtype=dtype) for part in parts])
     assert torch.equal(weight.dequantize(), dense)
@@ -351,7 +351,7 @@ def test_int4_groups_of_several_sizes_stack_exactly(dtype: torch.dtype, cpp: Non
 )
 def test_other_codes_are_decoded_and_say_so(parts: list, reason: str, dtype: torch.dtype, cpp: None) -> None:
     is_codebook = isinstance(parts[0], CodebookWeight)
-    options = {"dtype": dtype} if is_codebook else {"dtype": dtype, "dynamic": False}
+    options = {"dtype": dtype} if is_codebook else {"dtype": dtype, "rounds_input": False}
     weight = (pack_codebook_linear if is_codebook else pack_integer_linear)(parts, **options)
     assert (weight.kind, weight.decoded) == ("dense", reason)
     dense = torch.cat([decode(part, dtype=dtype) for part in parts])
@@ -385,7 +385,11 @@ class TestRoundedInputs:
         for implementation in ("auto", "reference"):
             if implementation == "reference":
                 monkeypatch.setenv("LOWBIT_KERNELS", "reference")
-            weight = pack_integer_linear(parts, dtype=dtype, dynamic=True)
+            x_scale = torch.tensor(0.02)
+            static = pack_integer_linear(parts, dtype=dtype, rounds_input=True, x_scale=x_scale)
+            wanted = torch.cat([multiply(x, part, x_scale=x_scale) for part in parts], 1) + bias
+            assert torch.equal(packed_linear(x, static, bias), wanted) and not torch.equal(wanted, want)
+            weight = pack_integer_linear(parts, dtype=dtype, rounds_input=True)
             assert (weight.kind, weight.out_features, weight.in_features) == ("integer", 104, 192)
             assert torch.equal(packed_linear(x, weight, bias), want)
             assert torch.equal(packed_linear(x, weight, out_dtype=torch.float32), in_float32)
@@ -396,7 +400,7 @@ class TestRoundedInputs:
     def test_a_row_is_the_same_bits_in_every_batch(
         self, kind: str, dtype: torch.dtype, threads: Callable, cpp: None
     ) -> None:
-        weight = pack_integer_linear([INTEGERS[kind](205, 576)], dtype=dtype, dynamic=True)
+        weight = pack_integer_linear([INTEGERS[kind](205, 576)], dtype=dtype, rounds_input=True)
         x = random(513, 576, seed=1).to(dtype)
         threads(1)
         full = packed_linear(x, weight)
@@ -409,7 +413,7 @@ class TestRoundedInputs:
             assert torch.equal(packed_linear(x[7:20].flip(0).contiguous(), weight), full[7:20].flip(0))
 
     def test_a_tape_replays_with_new_inputs(self, kind: str, dtype: torch.dtype, cpp: None) -> None:
-        weight = pack_integer_linear([INTEGERS[kind](50, 576)], dtype=dtype, dynamic=True)
+        weight = pack_integer_linear([INTEGERS[kind](50, 576)], dtype=dtype, rounds_input=True)
         x, bias = random(2, 576, seed=1).to(dtype), random(50, seed=2).to(dtype)
         tape = _tape.Tape()
         with tape.record():
@@ -420,8 +424,10 @@ class TestRoundedInputs:
 
 
 def test_panels_are_placed_too(cpp: None) -> None:
-    int4 = pack_integer_linear([int4_weight(50, 96, group_size=32, symmetric=False)], dtype=DTYPES[0], dynamic=True)
-    int8 = pack_integer_linear([int8_weight(50, 96)], dtype=DTYPES[0], dynamic=True)
+    int4 = pack_integer_linear(
+        [int4_weight(50, 96, group_size=32, symmetric=False)], dtype=DTYPES[0], rounds_input=True
+    )
+    int8 = pack_integer_linear([int8_weight(50, 96)], dtype=DTYPES[0], rounds_input=True)
     x, before = random(3, 96), [int4.panels.codes.data_ptr(), int8.panels.codes.data_ptr()]
     want = [packed_linear(x, weight) for weight in (int4, int8)]
     place_linears([int4, int8])
@@ -444,7 +450,7 @@ def test_float16_integers_keep_their_tensors(dynamic: bool) -> None:
         ([int4_weight(n, 96, group_size=32, symmetric=False, seed=n) for n in (5, 7)], 2),
         ([int4_weight(5, 96), int8_weight(7, 96)], 2),
     ):
-        weight = pack_integer_linear(parts, dtype=torch.float16, dynamic=dynamic)
+        weight = pack_integer_linear(parts, dtype=torch.float16, rounds_input=dynamic)
         assert len(weight.originals) == num_originals and not weight.decoded
         dense = torch.cat([decode(part, dtype=torch.float16) for part in parts])
         assert torch.equal(weight.dequantize(), dense)
@@ -466,7 +472,7 @@ def test_int4_adds_a_bias_inside_the_product(cpp: None) -> None:
     bias = torch.tensor([2**-9]).bfloat16()
     ones = int4_quantize(torch.full((1, 32), 7.0), group_size=32)  # codes 7 + 8, scale 1
     ones.scales.fill_(1 / 7)
-    weight = pack_integer_linear([ones], dtype=torch.bfloat16, dynamic=False)
+    weight = pack_integer_linear([ones], dtype=torch.bfloat16, rounds_input=False)
     assert weight.dequantize().eq(1).all()
     assert packed_linear(x, weight, bias).item() == 1 + 2**-7
 
@@ -521,15 +527,15 @@ def test_errors_name_the_argument() -> None:
     with pytest.raises(TypeError, match="dtype is torch.int8; use one of torch.float32"):
         pack_linear(random(2, 8), dtype=torch.int8)
     with pytest.raises(ValueError, match="do not stack"):
-        pack_integer_linear([int4_weight(2, 32), int4_weight(2, 64)], dtype=torch.float32, dynamic=False)
+        pack_integer_linear([int4_weight(2, 32), int4_weight(2, 64)], dtype=torch.float32, rounds_input=False)
     with pytest.raises(TypeError, match="dtype is torch.int8"):
-        pack_integer_linear([int4_weight(2, 32)], dtype=torch.int8, dynamic=True)
+        pack_integer_linear([int4_weight(2, 32)], dtype=torch.int8, rounds_input=True)
 
 
 def test_rounded_inputs_of_other_groups_do_not_stack(cpp: None) -> None:
     parts = [int4_weight(2, 64, group_size=32), int4_weight(2, 64, group_size=64)]
     with pytest.raises(ValueError, match="2 weights do not stack.*same bits, in_features, group_size"):
-        pack_integer_linear(parts, dtype=torch.float32, dynamic=True)
+        pack_integer_linear(parts, dtype=torch.float32, rounds_input=True)
 
 
 def on_gpu(
@@ -563,7 +569,7 @@ def test_gpu(kind: str, dtype: torch.dtype) -> None:
     elif isinstance(part, CodebookWeight):
         weight = pack_codebook_linear([part, part], dtype=dtype)
     else:
-        weight = pack_integer_linear([part, part], dtype=dtype, dynamic=dynamic)
+        weight = pack_integer_linear([part, part], dtype=dtype, rounds_input=dynamic)
     assert not weight.decoded and len(weight.originals) == 1
     for rows in (1, 20):
         x = random(rows, 192, seed=1).cuda().to(dtype)

@@ -37,7 +37,7 @@ SCHEMES = {
     "int4_asymmetric": Scheme.named("int4", group_size=64, symmetric=False),
     "int4_int8_asymmetric": Scheme.named("int4_int8", symmetric=False),
     "int4_int8_floats": Scheme.named("int4_int8", integer=False),
-    "int8_static_integer": Scheme.named("int8_static", integer=True),
+    "int8_static_floats": Scheme.named("int8_static", integer=False),
     "nf4_plain": Scheme.named("nf4", double_quant=False),
     "int4_learned": Scheme.named("int4", learn_scales=True),
     "int4_learned_mse": Scheme.named("int4", learn_scales=True, scale_init="mse", scale_dtype="bfloat16"),

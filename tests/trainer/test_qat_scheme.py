@@ -17,7 +17,7 @@ def test_names_are_what_they_say() -> None:
         "int4": Scheme(Quantizer("int4")),
         "int4_int8": Scheme(Quantizer("int4"), int8_tokens, integer=True),
         "int8": Scheme(Quantizer("int8"), int8_tokens, integer=True),
-        "int8_static": Scheme(Quantizer("int8"), Activations(Grid.int8(), ObserverSettings())),
+        "int8_static": Scheme(Quantizer("int8"), Activations(Grid.int8(), ObserverSettings()), integer=True),
         "int8_weight_only": Scheme(Quantizer("int8")),
         "nf4": Scheme(Quantizer("nf4")),
         "fp8": Scheme(FloatGrid("fp8"), Activations(FloatGrid("fp8"))),

@@ -161,7 +161,7 @@ class Scheme:
         group_size, symmetric, divisor, scale_dtype   int4, int4_int8; all int8 ones: group_size and scale_dtype
         block_size, double_quant                      nf4
         observer   int8_static: its settings, or just a kind; None: a moving average
-        integer    None: true where the server multiplies integers: int4_int8 and int8
+        integer    None: true where the server multiplies integers: int4_int8, int8, int8_static
         raises     ValueError for another name, or a setting that this scheme does not have
         """
         if name not in NAMES:
@@ -185,7 +185,7 @@ class Scheme:
             activations = Activations(FloatGrid("fp8"))
         elif name in ("int4_int8", "int8", "int8_static"):
             activations = Activations(Grid.int8(), _observer(observer) if static else None)
-        integer = name in ("int4_int8", "int8") if integer is None else integer
+        integer = name in ("int4_int8", "int8", "int8_static") if integer is None else integer
         return cls(weight, activations, integer, learn_scales, Rounding(rounding), ScaleInit(scale_init))
 
     @property

@@ -41,7 +41,6 @@ from trainer.kernels.swiglu import swiglu
 from trainer.linear import QuantLinear
 from trainer.qat.fake_quant import FakeQuantLinear, FakeQuantWeight
 from trainer.qat.packed_linear import PackedEmbedding, PackedLinear
-from trainer.qat.scheme import Activations
 from trainer.quantizer import QuantizedTensor
 from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows
 
@@ -342,11 +341,11 @@ def _fuse(
     partial  share the input features out over the processes, not the output features
     """
     weights = [_stored_weight(part, layer, dtype) for part, layer in layers.items()]
-    dynamic = _rounds_input(name, layers)
+    rounds_input, x_scale = _rounds_input(name, layers)
     require(
-        not dynamic or parallel.size == 1,
-        f"{name} rounds its input to 8 bits, one scale a token, and tensor_parallel_size={parallel.size} processes "
-        "hold only a part of a token each; use tensor_parallel_size=1, or weights without rounded inputs",
+        not rounds_input or parallel.size == 1,
+        f"{name} rounds its input to 8 bits, and tensor_parallel_size={parallel.size} processes hold only a part of a "
+        "token each; use tensor_parallel_size=1, or weights without rounded inputs",
     )
     biases = [layer.bias for layer in layers.values()]
     parts = {part: layer.out_features for part, layer in layers.items()}
@@ -359,7 +358,7 @@ def _fuse(
         biases = [None if bias is None else bias[part] for bias, part in zip(biases, slices, strict=True)]
         parts = {part: size // parallel.size for part, size in parts.items()}
     try:
-        weight = _pack(weights, dtype, dynamic)
+        weight = _pack(weights, dtype, rounds_input, x_scale)
     except ValueError as error:
         raise UserError(f"{name}: {error}; the server multiplies these layers as one: prepare them alike") from None
     packed = [layer.quantized.weight for layer in layers.values() if isinstance(layer, QuantLinear)]
@@ -369,22 +368,27 @@ def _fuse(
     return Linear(name, weight, bias, parts, partial=parallel if partial and parallel.size > 1 else None)
 
 
-def _rounds_input(name: str, layers: dict[str, nn.Module]) -> bool:
-    """Whether the layers round their input to 8 bits, one scale a token."""
+def _rounds_input(name: str, layers: dict[str, nn.Module]) -> tuple[bool, Tensor | None]:
+    """Whether the layers round their input to 8 bits, and by which scale if it is not one a token."""
     rounds = [isinstance(layer, PackedLinear) or _is_fake(layer) for layer in layers.values()]
-    rounded = [layer.scheme.activations if on else None for layer, on in zip(layers.values(), rounds, strict=True)]
-    for part, inputs in zip(layers, rounded, strict=True):
+    inputs = {
+        part: layer.scheme.activations if on else None for (part, layer), on in zip(layers.items(), rounds, strict=True)
+    }
+    for part, activations in inputs.items():
         require(
-            inputs in (None, Activations(Grid.int8())),
-            f"{part} rounds its input to {inputs}; the server takes inputs as they are, or rounds each token to INT8 "
-            "(schemes int4_int8 and int8)",
+            activations is None or activations.grid == Grid.int8(),
+            f"{part} rounds its input to FP8; the server takes inputs as they are, or rounds them to INT8 (schemes "
+            "int4_int8, int8 and int8_static)",
         )
+    static = {part for part, activations in inputs.items() if activations is not None and activations.static}
+    scales = {float(layer.input_scale) if part in static else None for part, layer in layers.items()}
     require(
-        len(set(rounded)) == 1,
-        f"{name}: some of {', '.join(layers)} round their input and others do not; the server multiplies these layers "
-        "as one: prepare them alike",
+        len(scales) == len({activations is None for activations in inputs.values()}) == 1,
+        f"{name}: {', '.join(layers)} do not round their input alike; the server multiplies these layers as one: "
+        "prepare them alike, static scales without qat.learn_scales",
     )
-    return rounded[0] is not None
+    first = next(iter(layers))
+    return inputs[first] is not None, layers[first].input_scale.detach().float() if first in static else None
 
 
 def _is_fake(layer: nn.Module) -> bool:
@@ -422,11 +426,13 @@ def _codes(quantized: QuantizedTensor | FloatWeight, dtype: torch.dtype) -> Quan
     return quantized.weight
 
 
-def _pack(weights: Sequence[QuantizedWeight | Tensor], dtype: torch.dtype, dynamic: bool) -> LinearWeight:
+def _pack(
+    weights: Sequence[QuantizedWeight | Tensor], dtype: torch.dtype, rounds_input: bool, x_scale: Tensor | None
+) -> LinearWeight:
     if all(isinstance(weight, CodebookWeight) for weight in weights):
         return pack_codebook_linear(weights, dtype=dtype)
     if all(isinstance(weight, Int4Weight | Int8Weight) for weight in weights):
-        return pack_integer_linear(weights, dtype=dtype, dynamic=dynamic)
+        return pack_integer_linear(weights, dtype=dtype, rounds_input=rounds_input, x_scale=x_scale)
     dense = pack_linear([decode(weight, dtype=dtype) for weight in weights], dtype=dtype)
     if not all(isinstance(weight, Tensor) for weight in weights):
         dense.decoded = "their parts are quantized in different ways, or only some of them"
