@@ -35,8 +35,8 @@ ALLOWED = {
         *("trainer.architecture", "trainer.config", "trainer.objective", "trainer.qat", "trainer.serve"),
     },
     "trainer.finish": {
-        *("trainer.agreement", "trainer.architecture", "trainer.convert", "trainer.export", "trainer.qat"),
-        "trainer.prepare",
+        *("trainer.agreement", "trainer.architecture", "trainer.convert", "trainer.export", "trainer.prepare"),
+        *("trainer.qat", "trainer.vocabulary"),
     },
     "trainer.model": {
         *("trainer.config", "trainer.linear", "trainer.lora", "trainer.qat", "trainer.quant_plan"),

@@ -29,6 +29,7 @@ from trainer.export.merged import merged_dtype, write_merged
 from trainer.export.quantized import describe_schemes, write_quantized
 from trainer.prepare import PreparedRun
 from trainer.qat.packed_model import packed_layers, packed_sha256, scheme_of_layer
+from trainer.vocabulary import is_tied
 
 log = logging.getLogger(__name__)
 
@@ -129,13 +130,21 @@ def _write_dense(run: PreparedRun, folder: Path, provenance: dict[str, Any]) -> 
         write_merged(model, run.tokenizer, folder, dtype=dtype, provenance=provenance)
     if any(scheme_of_layer(layer).activations is not None for layer in packed_layers(model).values()):
         log.warning("merged   its inputs are not rounded, as they were in training: another function; serve quantized")
+    left = set(packed_layers(model))
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             for name, layer in packed_layers(model).items():
                 key = f"{name}.weight"
-                if key in names and not torch.equal(file.get_tensor(key), layer.quantized.dequantize(dtype).cpu()):
+                if key not in names:
+                    continue
+                left.discard(name)
+                if not torch.equal(file.get_tensor(key), layer.quantized.dequantize(dtype).cpu()):
                     raise RuntimeError(f"{path} holds other values of {name} than its codes stand for")
+    if is_tied(model):  # the embedding's values stand for both
+        left = {name for name in left if model.get_submodule(name) is not model.get_output_embeddings()}
+    if left:
+        raise RuntimeError(f"{folder} does not hold {', '.join(sorted(left))}, which training rounded")
 
 
 def _recovered(base: float, rounded: float, trained: float) -> float | None:

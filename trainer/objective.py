@@ -164,11 +164,6 @@ class NextTokenLoss(nn.Module):
         padded, place = _pad(input_ids, cu_seqlens)
         return self._transformers_hidden_states(padded).flatten(0, 1)[place]
 
-    def _logits(self, input_ids: Tensor, cu_seqlens: Tensor, keep: Tensor) -> Tensor:
-        """[N, vocab_size] float32, of the model's own head at the places `keep` [N]"""
-        padded, place = _pad(input_ids, cu_seqlens)
-        return self.model(input_ids=padded, use_cache=False).logits.flatten(0, 1)[place[keep]].float()
-
     def _transformers_hidden_states(self, input_ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, hidden_size]"""
         decoder = getattr(self._causal_lm, self._causal_lm.base_model_prefix)
@@ -193,10 +188,15 @@ class NextTokenLoss(nn.Module):
 
     @torch.no_grad()
     def _fused_equals_logits(self) -> bool:
-        """Try both paths on a few tokens: soft caps, logit scales and head biases show up here."""
+        """Try both paths on a few tokens: soft caps, logit scales and head biases show up here.
+
+        A head that multiplies integers rounds elsewhere than its operands' product does, in the last bits.
+        """
         # PEFT's wrapper of a head with trained rows is the product with its `weight`, which has their gradient.
         head = getattr(self.head, "original_module", self.head)
         if not (type(head) is nn.Linear or hasattr(type(head), "quantized")) or head.bias is not None:
+            return False
+        if getattr(getattr(head, "scheme", None), "integer", False):
             return False
         input_ids = _probe(self._causal_lm)
         x, weight = head_operands(self.head, self._transformers_hidden_states(input_ids))

@@ -36,7 +36,8 @@ class BlockwiseConfig:
     """Adam's rate for weights; it falls to a twentieth along a cosine in each block. The paper uses 1e-5 to 2e-5 for
     4,096 steps a block, models of 7B and more; a block has tens of steps by default."""
     scale_lr: float = 1e-4
-    """Adam's rate for scales, and for zero points where they are learned."""
+    """Adam's rate for scales, and for zero points where they are learned: those seldom move by half a code within the
+    tens of steps of a block, and then nothing changes."""
     activations_mb: int = 2048
     """MiB of memory for inputs and targets of a block, two bytes a value in 16 bits; what is more is put on disk, in
     the run folder, while the phase runs."""

@@ -252,6 +252,10 @@ def fake_quantize_embeddings(model: nn.Module, scheme_of: Callable[[str], Scheme
         scheme = scheme_of(name) if type(layer) is nn.Embedding else None
         if scheme is None:
             continue
+        if layer.max_norm is not None or layer.scale_grad_by_freq:
+            raise ValueError(
+                f"{name} has max_norm or scale_grad_by_freq, which a table of codes does not; leave it out"
+            )
         options = {"padding_idx": layer.padding_idx, "head": heads.get(id(layer.weight))}
         try:
             replaced[name] = FakeQuantEmbedding(layer.weight, scheme, **options).train(layer.training)

@@ -64,7 +64,7 @@ class MergedWeight(NamedTuple):
         return self._replace(lora_A=self.lora_A.clone())
 
     def equals(self, other: "MergedWeight") -> bool:
-        """Whether both are one weight, bit for bit; W is compared by place."""
+        """Whether both are one weight, bit for bit; W, which is frozen, is compared by place."""
         same = self.weight.data_ptr() == other.weight.data_ptr() and self.weight.dtype == other.weight.dtype
         return same and equal_tensors(self[1:], other[1:])
 

@@ -183,17 +183,20 @@ def calibrate(objective: nn.Module, batches: Iterable[dict[str, Tensor]]) -> Non
 
     objective  maps a batch to its loss; the model is in eval mode but for the observers
     """
+    rounding = [layer for _, layer in fake_quant_layers(objective) if layer.enabled]
     layers = [layer for _, layer in fake_quant_layers(objective) if getattr(layer, "observer", None) is not None]
     if not layers:
         return
     objective.eval()
+    for layer in rounding:
+        layer.enabled = False
     for layer in layers:
-        layer.enabled, layer.observing = False, True
+        layer.observing = True
         layer.train()
     for batch in batches:
         objective(**batch)
     commit_observers(objective)
-    for layer in layers:
+    for layer in rounding:
         layer.enabled = True
 
 
