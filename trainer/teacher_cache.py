@@ -6,8 +6,9 @@
     $LOWBIT_CACHE/teachers/.<key>.partial  a run under way, and progress.json: how many rows are on disk
 
 The key is a hash of the teacher's weights and architecture, of all rows and of every setting of `distill`, so a stale
-file cannot be read: what changed has another name. Device, kernels and the size of a pass change last bits only. A run that is killed goes on where it stopped; the folder gets
-its name when all is there. Rows of a table know their place by the column `teacher_row`.
+file cannot be read: what changed has another name. Device, kernels and the size of a pass change last bits only. A run
+that is killed goes on where it stopped; the folder gets its name when all is there. Rows of a table know their place by
+the column `teacher_row`.
 
 float16 has three more bits than bfloat16 for a log-probability, which lies in -65504..0 by a wide margin.
 """

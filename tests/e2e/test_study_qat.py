@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.conftest import ROOT
 
 SCRIPT = ROOT / "scripts" / "study_qat.py"
-CELLS = "rounded_16bit,rounded_g32,rounded_nf4,qat_g32,lora_g32,naive_g32,blocks_g32,cost_qat_g32,cost_full"
+CELLS = "rounded_16bit,rounded_g32,rounded_nf4,qad_g32,lora_g32,naive_g32,blocks_g32,cost_qat_g32,cost_full"
 
 
 def study(*arguments: str | Path) -> subprocess.CompletedProcess:
@@ -42,12 +42,12 @@ def test_every_cell_has_its_figures(work: Path) -> None:
     found = {(record["name"], record["seed"]): record for record in records}
     exact = found["rounded_16bit", 0]
     assert exact["kl"] == 0 and exact["same_token"] == 1
-    for name in ("rounded_g32", "rounded_nf4", "qat_g32", "lora_g32", "blocks_g32"):
+    for name in ("rounded_g32", "rounded_nf4", "qad_g32", "lora_g32", "blocks_g32"):
         assert 0 < found[name, 0]["kl"] < 1 and 0.5 < found[name, 0]["same_token"] <= 1
     trained = [record for record in records if record["kind"] in ("trained", "blocks")]
-    assert {seed for name, seed in found if name == "qat_g32"} == {0, 1}  # the main rows, every seed
+    assert {seed for name, seed in found if name == "qad_g32"} == {0, 1}  # the main rows, every seed
     assert all(len(record["losses"]) == 2 and record["tokens"] == 2 * 2 * 64 for record in trained)
-    assert found["qat_g32", 0]["losses"] != found["qat_g32", 1]["losses"]
+    assert found["qad_g32", 0]["losses"] != found["qad_g32", 1]["losses"]
     # what training multiplied is what was opened again, and the usual way ships another function
     for (name, _), record in found.items():
         if "packed_sha256" in record:

@@ -253,9 +253,7 @@ def fake_quantize_embeddings(model: nn.Module, scheme_of: Callable[[str], Scheme
         if scheme is None:
             continue
         if layer.max_norm is not None or layer.scale_grad_by_freq:
-            raise ValueError(
-                f"{name} has max_norm or scale_grad_by_freq, which a table of codes does not; leave it out"
-            )
+            raise ValueError(f"{name} has max_norm or scale_grad_by_freq, and a table of codes has neither")
         options = {"padding_idx": layer.padding_idx, "head": heads.get(id(layer.weight))}
         try:
             replaced[name] = FakeQuantEmbedding(layer.weight, scheme, **options).train(layer.training)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from study.cell import Cell, choose
 
 TRAIN_FILE, TEST_FILE = "wikitext2_valid.txt", "wikitext2_test.txt"
-MAIN = ("qat_g32", "qad_g32", "lora_g32", "blocks_g32")
+MAIN = ("qad_g32", "lora_g32", "blocks_g32")
 """The rows with several seeds."""
 LAST = ("qad_int4_int8", "lora_nf4", "blocks_g64")
 """Rows that come after these seeds."""
