@@ -31,6 +31,14 @@ def origin(command: str, records: Sequence[dict[str, Any]]) -> str:
     return f"Written by `{command} --report` from results of {days}; {'; '.join(machines)}; {'; '.join(versions)}."
 
 
+def gaps(missing: Sequence[str], failures: Sequence[dict[str, Any]]) -> list[str]:
+    """What was not measured, and what failed; empty where all is there."""
+    failed = "; ".join(f"{record['name']} seed {record['seed']}: {record['error']}" for record in failures)
+    return [
+        f"**{what}:** {names}." for what, names in (("Not measured", ", ".join(missing)), ("Failed", failed)) if names
+    ]
+
+
 def paragraph(text: str) -> str:
     """Lines of up to 150 characters, as the other documents have them."""
     return textwrap.fill(" ".join(text.split()), width=150, break_long_words=False, break_on_hyphens=False)

@@ -11,7 +11,7 @@ from study.adapters.cells import START_ALPHAS, Sizes
 from study.adapters.findings import bars, expectations
 from study.adapters.plots import draw
 from study.adapters.results import LABELS, Results, start_label, start_parts
-from study.document import origin, paragraph, spread, table, verdicts, write_document
+from study.document import gaps, origin, paragraph, spread, table, verdicts, write_document
 from study.records import Records, wilson
 
 COMMAND = "python scripts/study_adapters.py"
@@ -68,12 +68,7 @@ def _head(results: Results, sizes: Sizes) -> list[str]:
         {sizes.int4_group_size} with bfloat16 scales, {16 / sizes.int4_group_size:g} bits a weight. rsLoRA has alpha 16,
         so s = 16 / sqrt(16) = 4; with alpha 8 it would be QLoRA NF4 itself.""",
     ]
-    if results.missing:
-        text.append(f"**Not measured:** {', '.join(results.missing)}.")
-    if results.failures:
-        failed = "; ".join(f"{record['name']} seed {record['seed']}: {record['error']}" for record in results.failures)
-        text.append(f"**Failed:** {failed}.")
-    return [paragraph(part) for part in text]
+    return [paragraph(part) for part in [*text, *gaps(results.missing, results.failures)]]
 
 
 def _trained(results: Results) -> list[str]:

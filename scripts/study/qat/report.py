@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from study.document import Finding, origin, paragraph, spread, table, verdicts, write_document
+from study.document import Finding, gaps, origin, paragraph, spread, table, verdicts, write_document
 from study.qat.cells import Sizes, cost_cells, formats, methods, study_cells
 from study.records import Records
 
@@ -134,12 +134,7 @@ def _head(results: Results, sizes: Sizes) -> list[str]:
         loss a model also learns the text's kind, which conf=full shows; the teacher's KL teaches no more than the
         16-bit model knows.""",
     ]
-    if results.missing:
-        text.append(f"**Not measured:** {', '.join(results.missing)}.")
-    if results.failures:
-        failed = "; ".join(f"{record['name']} seed {record['seed']}: {record['error']}" for record in results.failures)
-        text.append(f"**Failed:** {failed}.")
-    return [paragraph(part) for part in text]
+    return [paragraph(part) for part in [*text, *gaps(results.missing, results.failures)]]
 
 
 def _rounded(results: Results) -> list[str]:
