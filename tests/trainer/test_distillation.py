@@ -331,7 +331,7 @@ QAT = ("conf=qat", "model=tiny", "model.dtype=float32", "data=jsonl", "data.eval
     [
         (("qat.schemes=['k_pro:int8']",), "qat.schemes has 'k_pro', which fits no layer"),
         (("qat.group_size=96",), "qat.group_size=96 does not divide in_features="),
-        (("train.epochs=1", "qat.start=1000"), "qat.start=1000.0 is beyond the end of a run of"),
+        (("train.epochs=1", "qat.start=1000"), "qat.start=1000 is beyond the end of a run of"),
     ],
 )
 def test_a_bad_scheme_is_told_before_the_teacher_runs(

@@ -98,7 +98,7 @@ def test_ranks_and_accumulation_share_one_order(shape: tuple[int, int, int]) -> 
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_rows": 0}, {"batch_size": 0}, {"world_size": -1}, {"epochs": 0.0}, {"max_steps": 0}]
+    "change", [{"num_rows": 0}, {"batch_size": 0}, {"world_size": -1}, {"epochs": 0.0}, {"max_steps": -1}]
 )
 def test_senseless_plans(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(change))}="):

@@ -47,7 +47,9 @@ class BatchPlan:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; give at least 1")
         if self.epochs <= 0 or (self.max_steps is not None and self.max_steps < 0):
-            raise ValueError(f"epochs={self.epochs}, max_steps={self.max_steps}; give epochs above 0, or steps")
+            raise ValueError(
+                f"epochs={self.epochs}, max_steps={self.max_steps}; give epochs above 0, and max_steps of 0 or more"
+            )
 
     @property
     def rows_per_step(self) -> int:
