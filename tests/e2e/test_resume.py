@@ -22,7 +22,7 @@ SETTINGS = (
 
 
 def wait_for_step(run_dir, step, process):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600  # of a run that hangs; on a busy machine an import takes minutes
     while time.monotonic() < deadline and process.poll() is None:
         path = run_dir / "metrics.jsonl"
         if path.is_file() and len(path.read_text().splitlines()) >= step:
