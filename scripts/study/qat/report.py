@@ -99,7 +99,9 @@ def bars(results: Results) -> list[Finding]:
     for name, bar in least.items():
         if shares := results.recovered(name):
             claim = f"{_method(name)} recovers at least {100 * bar:.0f} % of what INT4 g32 lost"
-            found.append((claim, f"{_percent(shares)} over {len(shares)} seeds", min(shares) >= bar))
+            found.append(
+                (claim, f"{_percent(shares)}, {len(shares)} seed{'s' * (len(shares) > 1)}", min(shares) >= bar)
+            )
     minutes = [record["run_s"] / 60 for name in least for record in results.trained.get(name, [])]
     if minutes:
         found.append(("a run takes at most 45 minutes", f"at most {max(minutes):.1f}", max(minutes) <= 45))
@@ -130,7 +132,8 @@ def _head(results: Results, sizes: Sizes) -> list[str]:
         the same windows. Trained rows are {sizes.steps} steps of {sizes.batch_size} rows of {sizes.row_len} tokens of
         WikiText-2's **validation** text at the recipes' own settings; {sizes.block_rows} rows go through the blocks
         first. Seeds choose the rows; ± is the standard deviation over them. Figures are of the folder that the run
-        wrote, opened again. Recovered: (rounded - trained) / (rounded - 16-bit), of perplexity. With the next-token
+        wrote, opened again; minutes and memory are of a whole run, from the teacher's answers to the export, as long as
+        several cells run at a time. Recovered: (rounded - trained) / (rounded - 16-bit), of perplexity. With the next-token
         loss a model also learns the text's kind, which conf=full shows; the teacher's KL teaches no more than the
         16-bit model knows.""",
     ]
