@@ -132,9 +132,9 @@ def _head(results: Results, sizes: Sizes) -> list[str]:
         the same windows. Trained rows are {sizes.steps} steps of {sizes.batch_size} rows of {sizes.row_len} tokens of
         WikiText-2's **validation** text at the recipes' own settings; {sizes.block_rows} rows go through the blocks
         first. Seeds choose the rows; ± is the standard deviation over them. Figures are of the folder that the run
-        wrote, opened again; minutes and memory are of a whole run, from the teacher's answers to the export, as long as
-        several cells run at a time. Recovered: (rounded - trained) / (rounded - 16-bit), of perplexity. With the next-token
-        loss a model also learns the text's kind, which conf=full shows; the teacher's KL teaches no more than the
+        wrote, opened again; minutes and memory are of a whole run up to the export, with several cells at a time.
+        Recovered: (rounded - trained) / (rounded - 16-bit), of perplexity. With the next-token loss a model also learns
+        the text's kind, which conf=full shows; the teacher's KL teaches no more than the
         16-bit model knows.""",
     ]
     return [paragraph(part) for part in [*text, *gaps(results.missing, results.failures)]]
