@@ -24,6 +24,7 @@ from trainer.kernels.int8 import int8_dequantize, int8_linear, int8_quantize
 from trainer.kernels.integer_linear import int4_linear_dynamic, int8_linear_dynamic
 from trainer.kernels.lora_linear import Adapter, lora_linear
 from trainer.kernels.lora_rows import LoraTable, lora_rows_
+from trainer.kernels.merged_weight import merge_rows
 from trainer.kernels.rms_norm import add_rms_norm, rms_norm
 from trainer.kernels.rope import rope
 from trainer.kernels.swiglu import swiglu
@@ -174,6 +175,19 @@ def check_rope(bench: Bench, dtype: torch.dtype) -> Callable[[], tuple[Tensor, .
     return function
 
 
+def check_merged_weight(bench: Bench, dtype: torch.dtype) -> Callable[[], tuple[Tensor, ...]]:
+    rows, features = bench.size(1000, 10), bench.size(1056, 96)
+    weight = bench.randn(rows, features, dtype=dtype)
+    factors = [bench.randn(*shape, dtype=torch.float32, std=0.1) for shape in ((RANK, features), (rows, RANK))]
+
+    def function() -> tuple[Tensor, ...]:
+        out = torch.empty(rows, features, device=bench.device)
+        merge_rows(weight, *factors, out)
+        return (out,)
+
+    return function
+
+
 def check_swiglu(bench: Bench, dtype: torch.dtype) -> Callable[[], tuple[Tensor, ...]]:
     gate_up = bench.randn(bench.size(700, 9), 2 * bench.size(5000, 40), dtype=dtype, std=3.0)
     return lambda: with_gradients(swiglu, gate_up)
@@ -241,6 +255,7 @@ CHECKS: dict[str, tuple[Check, bool]] = {
     "int4_int8_linear": (check_integer_linear, False),
     "lora_linear": (check_lora_linear, False),
     "fake_quant": (check_fake_quant, False),
+    "merged_weight": (check_merged_weight, True),
     "cross_entropy": (check_cross_entropy, False),
     "rms_norm": (check_norms, False),
     "rope": (check_rope, False),

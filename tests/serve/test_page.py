@@ -388,7 +388,7 @@ def test_errors_say_what_to_do(engine, open_page):
 
 def test_an_engine_that_fails_in_the_middle_is_an_error_on_the_page(engine, open_page):
     engine.step_s, engine.answer = 0.02, "word " * 300
-    page = open_page(engine)
+    page = open_page(engine, expect=("ERR_CONNECTION_REFUSED",))  # the live view may ask once more
     ask(page, "Talk")
     page.locator(".turn.model .text", has_text="word w").wait_for()
     engine.fail()
