@@ -214,7 +214,8 @@ class Config:
         require(self.lora == LoraConfig(), f"lora.* has no effect with {key}; leave it out, or use conf=lora")
         require(
             "adapter" not in self.export.formats,
-            f"export.formats={self.export.formats} has adapter, and {key} trains none; use export.formats=[merged]",
+            f"export.formats={self.export.formats} has adapter, and {key} trains none; use export.formats="
+            f"[{'quantized' if self.qat.enabled else 'merged'}]",
         )
 
     def _require_merge_aware(self) -> None:
