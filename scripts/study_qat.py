@@ -1,6 +1,6 @@
 """The study of quantization-aware training: INT4 and NF4, whole models, adapters and blocks, on SmolLM2-135M.
 
-python scripts/study_qat.py [--work DIR]              about two hours on two quiet cores; resumable
+python scripts/study_qat.py [--work DIR]              some hours on two cores; resumable
 python scripts/study_qat.py --only qad_g32,rounded    cells by name, or by the beginning of it
 python scripts/study_qat.py --only cost               time and memory of a step, on a machine that does nothing else
 python scripts/study_qat.py --report                  writes docs/quality_qat.md

@@ -8,7 +8,7 @@ import os
 import pytest
 
 MAX_WORKERS = 8
-"""Each takes up to 2 GiB."""
+"""Each holds torch and models of its own; a machine of many cores need not have the memory for one a core."""
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):

@@ -1,10 +1,13 @@
 """Which layer gets which scheme, what a step is trained with, and what is refused before anything runs."""
 
+import copy
+
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from tests.trainer.test_convert import NextToken
 from trainer.checkpoint import TrainState, save_checkpoint
@@ -13,10 +16,11 @@ from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.qat import QatConfig, SchemeName, moment_step
 from trainer.model import load_model
+from trainer.objective import NextTokenLoss
 from trainer.optim import parameter_groups
 from trainer.qat.fake_quant import FakeQuantEmbedding, FakeQuantLinear, fake_quant_layers
 from trainer.qat.packed_model import packed_layers
-from trainer.qat.prepare import QatSchedule, _by_pattern, calibrate, layer_schemes, prepare_qat
+from trainer.qat.prepare import QatSchedule, _by_pattern, calibrate, layer_schemes, prepare_qat, require_kv_cache
 from trainer.qat.rounding import rectified_sigmoid
 
 TOKEN_IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -189,6 +193,41 @@ def test_a_checkpoint_has_the_range_of_all_that_was_seen(model, tmp_path) -> Non
     )
     assert len(ranges) == 14 and seen in ranges and all(range > 0 for range in ranges)
     assert not any(pending)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_of_integers_is_trained_as_it_is_served(model, dtype: torch.dtype) -> None:
+    """The loss is that of the model's own logits, and an INT8 cache is not left out in silence."""
+    model.to(dtype)
+    prepare_qat(model, QatConfig(scheme="int4", schemes=["lm_head:int8"]))
+    objective = NextTokenLoss(model.eval())
+    assert not objective.fused_head
+    wanted = cross_entropy(model(TOKEN_IDS).logits[:, :-1].flatten(0, 1).float(), TOKEN_IDS[:, 1:].flatten())
+    assert objective(TOKEN_IDS, TOKEN_IDS).item() == pytest.approx(wanted.item() * 46, rel=1e-6)
+    beside_a_teacher = nn.Module()
+    beside_a_teacher.next_token = objective
+    for each in (objective, beside_a_teacher):
+        with pytest.raises(UserError, match="qat.kv_cache=true .* head that multiplies integers"):
+            require_kv_cache(each)
+
+
+def test_ranges_are_calibrated_in_16_bits(model) -> None:
+    """Other layers do not round while a static one looks on: its range is that of the model before."""
+    scales = []
+    for others in ("none", "mxfp4"):
+        fresh = copy.deepcopy(model)
+        prepare_qat(fresh, QatConfig(scheme=others, schemes=["down_proj:int8_static"]))
+        calibrate(NextToken(fresh), [{"input_ids": TOKEN_IDS}])
+        static = [layer for layer in layers_of(fresh) if layer.observer is not None]
+        scales.append([layer.input_scale.item() for layer in static])
+        assert all(layer.enabled for layer in layers_of(fresh))
+    assert scales[0] == scales[1] and len(scales[0]) == 2
+
+
+def test_an_embedding_that_changes_its_rows_is_refused(model) -> None:
+    model.model.embed_tokens.max_norm = 1.0
+    with pytest.raises(UserError, match="embed_tokens has max_norm or scale_grad_by_freq"):
+        prepare_qat(model, QatConfig(scheme="int4", schemes=["embed_tokens:int4", "lm_head:int4"]))
 
 
 def test_soft_rounding_is_pulled_to_up_or_down(model) -> None:

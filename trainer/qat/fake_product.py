@@ -33,7 +33,7 @@ def fake_product(
     input_scale  [] float32 of inputs with one scale a layer, else None
     functions    how the weight is rounded, and the input; None: x as it is
     integer      forward by the integer product of a server, bit for bit: a 16-bit product rounds Q(x) and Q(W) to 16
-                 bits first. It needs finite weights and took 4 % more time in a step of 1,024 tokens on two Zen 4 cores
+                 bits first. It needs finite weights
     parameters   of the weight's function
     """
     return _FakeProduct.apply(x, weight, bias, input_scale, functions, integer, *parameters)

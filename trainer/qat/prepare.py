@@ -170,8 +170,14 @@ def set_enabled(model: nn.Module, enabled: bool, *, kv_cache: bool = False) -> N
 
 def require_kv_cache(objective: nn.Module) -> None:
     """raises  UserError if nothing of ours computes the attention whose keys and values are to be rounded"""
+    next_token = getattr(objective, "next_token", objective)  # where a teacher is mixed in
     require(
-        bool(getattr(objective, "fused_decoder", True)),
+        bool(getattr(next_token, "fused_head", True)),
+        "qat.kv_cache=true rounds keys and values in our own layers, and an output head that multiplies integers or "
+        "does more than one product goes through the model's; leave lm_head out of qat.schemes, or use int4 there",
+    )
+    require(
+        bool(getattr(next_token, "fused_decoder", True)),
         "qat.kv_cache=true rounds keys and values in our own layers, which do not compute this model (a log line above "
         f"says why); they are made for {', '.join(ARCHITECTURES.values())}: leave it out",
     )
