@@ -302,7 +302,7 @@ def gguf_quantize(weight: Tensor, type_name: str, *, importance: Tensor | None =
     weight      [rows, cols] float, any strides, on any device; computed in float32 on the CPU
     type_name   a key of GGUF_TYPES
     importance  [cols] float >= 0: how much each input counts, the mean of its squares (llama.cpp's imatrix). As in
-                llama.cpp Q8_0 ignores it, and a block where all of it is 0 becomes zeros.
+                llama.cpp Q8_0 ignores it, and a block where all of it is 0 becomes zeros (Q4_1, Q5_1: is kept).
     returns     [rows, cols / block_size * block_bytes] uint8 on the CPU
     raises      ValueError if cols does not divide by the block, if weight or importance is not finite, if importance is
                 negative or of another shape, or if a scale exceeds float16, from weights of about 5e5 (Q4_0) on
@@ -310,15 +310,18 @@ def gguf_quantize(weight: Tensor, type_name: str, *, importance: Tensor | None =
     check_weight(weight)
     _check_type(type_name)
     _check_cols(weight.shape[1], type_name)
+    block, block_bytes, _ = GGUF_TYPES[type_name]
     if importance is not None:
         importance = _checked_importance(importance, weight.shape[1])
+    if not weight.shape[0]:
+        return torch.empty(0, weight.shape[1] // block * block_bytes, dtype=torch.uint8)
     in_cpp = _in_cpp()
     quantize = gguf_quantize_cpu if in_cpp else gguf_quantize_reference
     rows = max(1, (_CALL_WEIGHTS if in_cpp else _REFERENCE_WEIGHTS) // weight.shape[1])
     parts = []
     for part in weight.detach().split(rows):
         part = part.to("cpu", torch.float32).contiguous()
-        if part.numel() and not all(map(math.isfinite, part.aminmax())):  # a pass less than isfinite
+        if not all(map(math.isfinite, part.aminmax())):  # a pass less than isfinite
             raise_not_finite(weight.float())
         parts.append(quantize(part, type_name, importance))
     data = torch.cat(parts)
@@ -342,6 +345,8 @@ def gguf_dequantize(data: Tensor, type_name: str, *, cols: int) -> Tensor:
             f"data is {data.dtype} {tuple(data.shape)} on {data.device}; cols={cols} of {type_name} takes uint8 "
             f"[rows, {row_bytes}] on cpu; check cols, and that the tensor's type is {type_name}"
         )
+    if not data.shape[0]:
+        return torch.empty(0, cols)
     dequantize = gguf_dequantize_cpu if _in_cpp() else gguf_dequantize_reference
     return dequantize(data.contiguous().view(-1, block_bytes), type_name).view(-1, cols)
 
