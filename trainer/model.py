@@ -17,8 +17,8 @@ from transformers.utils.logging import disable_progress_bar
 from trainer.config.errors import UserError, require
 from trainer.config.model import DType, ModelConfig
 from trainer.config.quant import Codebook, MixedBits, QuantConfig
+from trainer.formats.lowbit import open_packed, packed_entry
 from trainer.linear import Pack, QuantizationSummary, linears_to_pack, pack_nearest, quantize_linears
-from trainer.qat.packed_model import open_packed, packed_entry
 from trainer.quant_plan import QuantPlan, error_gain, first_layers, log_plan, most_gaining_layers
 from trainer.quantizer import Quantizer
 from trainer.sources.resolve import resolve_model

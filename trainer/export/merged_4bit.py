@@ -19,15 +19,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 
 from trainer.architecture import base_layer, base_model
 from trainer.config.errors import require
-from trainer.export.merged import (
-    SHARD_BYTES,
-    Survival,
-    merge_layer,
-    num_weights,
-    whole_folder,
-    write_identity,
-    write_model,
-)
+from trainer.export.merged import Survival, merge_layer
+from trainer.formats.hf_folder import SHARD_BYTES, num_weights, whole_folder, write_identity, write_model
 from trainer.kernels.codebook4 import FP4_CODEBOOK, NF4_CODEBOOK
 from trainer.kernels.double_quant import DYNAMIC_MAP, NESTED_BLOCK_SIZE
 from trainer.linear import QuantLinear
@@ -105,7 +98,7 @@ def write_merged_4bit(
             shard_bytes=shard_bytes,
             quantization_config=config.to_dict(),
         )
-        write_identity(partial, {**(provenance or {}), **figures, "layers": survival.layers})
+        write_identity(partial, "merged", {**(provenance or {}), **figures, "layers": survival.layers})
     return merge
 
 

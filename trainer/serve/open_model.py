@@ -21,10 +21,11 @@ from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.export.adapter import base_plan, put_token_rows, read_identity
 from trainer.export.base_codes import restore_base
+from trainer.formats.lowbit import packed_entry
 from trainer.linear import weights_sha256
 from trainer.model import load_model, prepare_model
 from trainer.qat.fake_quant import fake_quantize_linears
-from trainer.qat.packed_model import packed_entry, packed_layers
+from trainer.qat.packed_model import packed_layers
 from trainer.qat.scheme import Scheme
 from trainer.serve.config import ServeConfig
 
