@@ -123,8 +123,7 @@ def _open_base(
     module, tokenizer = load_model(model_config)
     require(
         quant is None or not packed_layers(module),
-        f"quantization={config.quantization} would round {config.model} again, which holds the codes that were "
-        "trained; leave it out",
+        f"quantization={config.quantization} would round {config.model} again, which holds codes already; leave it out",
     )
     if config.kv_cache_dtype == "auto" and (packed_entry(str(model_config.path)) or {}).get("kv_cache") == "int8":
         config.kv_cache_dtype = "int8"  # as it was trained
