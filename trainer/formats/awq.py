@@ -98,7 +98,7 @@ def _require_fits(name: str, quantized: QuantizedTensor) -> None:
         )
     require(
         quantized.tensors["g_idx"] is None,
-        f"{name} has groups in act-order (g_idx), which AWQ has no place for; write gptq or compressed-tensors, or "
+        f"{name} has groups in act-order (g_idx), which AWQ has no place for; write gptq, or "
         "quantize without act-order",
     )
 

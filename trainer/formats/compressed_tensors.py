@@ -5,7 +5,7 @@
         weight_scale       [out_features, groups] of the model's dtype
         weight_shape       [2] int64
         weight_zero_point  [ceil(out_features * bits / 32), groups] int32        packed along outputs; asymmetric only
-        weight_g_idx       [in_features] int32                                   the group of each input; act-order only
+        weight_g_idx       [in_features] int32                                   the group of each input: act-order, read only
     int-quantized    INT8 weights and inputs
         weight             [out_features, in_features] int8
         weight_scale       [out_features, 1]
@@ -99,6 +99,11 @@ def _require_fits(name: str, layer: QuantLinear | PackedLinear) -> None:
         f"{name} has groups of {scheme.weight.group_size} beside INT8 inputs, and engines multiply INT8 with one scale "
         "a row; quantize with group_size=-1",
     )
+    require(
+        layer.quantized.tensors.get("g_idx") is None,
+        f"{name} has groups in act-order (g_idx), which compressed-tensors 0.20 and vLLM 0.32 no longer open; write "
+        "gptq, which GPTQModel opens, or quantize without act-order",
+    )
 
 
 # ---- config.json
@@ -131,12 +136,11 @@ def _config(layers: CodedLayers) -> dict[str, Any]:
 def _scheme_entry(layer: QuantLinear | PackedLinear) -> dict[str, Any]:
     """A config group, its targets left out."""
     quantizer, inputs = layer.quantized.quantizer, scheme_of_layer(layer).activations
-    size, ordered = quantizer.group_size, layer.quantized.tensors.get("g_idx") is not None
+    size = quantizer.group_size
     weights = {
         **_arguments(quantizer.code_bits, "channel" if size == WHOLE_ROW else "group"),
         "symmetric": quantizer.symmetric is not False,
         "group_size": None if size == WHOLE_ROW else size,
-        "actorder": "group" if ordered else None,
     }
     entry = {"weights": weights, "input_activations": None, "output_activations": None, "format": PACKED}
     if inputs is not None:
@@ -164,10 +168,8 @@ def _tensors(name: str, layer: QuantLinear | PackedLinear, scales: StoredScales)
     if quantized.quantizer.codebook == "int8":
         return {"weight_packed": _pack_bytes(quantized.packed), **tensors}
     tensors["weight_packed"] = pack_words(codes_of(quantized))
-    zeros, g_idx = quantized.tensors["zeros"], quantized.tensors["g_idx"]
-    if zeros is not None:
-        tensors["weight_zero_point"] = pack_words(zeros.T).T
-    return tensors if g_idx is None else {**tensors, "weight_g_idx": g_idx}
+    zeros = quantized.tensors["zeros"]
+    return tensors if zeros is None else {**tensors, "weight_zero_point": pack_words(zeros.T).T}
 
 
 def _pack_bytes(codes: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def write_gptq(
     folder: Path,
     *,
     dtype: torch.dtype = torch.float16,
-    version: int = 1,
+    version: int | None = None,
     allow_rounded_scales: bool = False,
     provenance: dict[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -67,12 +67,15 @@ def write_gptq(
     """Write a causal language model whose packed layers are INT4; dense layers are listed as such.
 
     dtype     of everything but codes and scales
-    version   1 is what most loaders read; 2 holds zero points of 0
+    version   1 is what most loaders read, 2 holds zero points of 0; None: 1, or 2 where a layer has zero points, since
+              GPTQModel opens such a version 1 from itself only
     returns   what rounding scales to float16 changed
     raises    UserError naming a layer that the layout cannot hold, and what to do
     """
-    require(version in VERSIONS, f"version={version}; GPTQ's layout has 1 and 2")
+    require(version in (None, *VERSIONS), f"version={version}; GPTQ's layout has 1 and 2")
     layers = coded_layers(model, LAYOUT, ("int4",))
+    if version is None:
+        version = 1 if all(layer.quantized.tensors["zeros"] is None for layer in layers.packed.values()) else 2
     for name, layer in layers.packed.items():
         _require_fits(name, layer.quantized, version)
     config, scales = _config(layers, version), StoredScales(torch.float16, LAYOUT, allow_rounded_scales)
@@ -122,7 +125,6 @@ def _config(layers: CodedLayers, version: int) -> dict[str, Any]:
         "pack_dtype": "int32",
         # How GPTQModel and vLLM are told of layers that are not quantized.
         "dynamic": {f"-:^{re.escape(name)}$": {} for name in layers.dense},
-        "modules_to_not_convert": layers.dense,
         "meta": {"quantizer": ["lowbit:0.1.0"]},
     }
 
