@@ -50,6 +50,7 @@ def write_card(
             rounded=_rounded_text(identity),
             table=_table(figures),
             needs=_NEEDS[format_name],
+            load=_DEQUANTIZE if format_name == "compressed-tensors" else _LOAD,
         ),
         encoding="utf-8",
     )
@@ -71,6 +72,14 @@ def _table(figures: dict[str, float | int | str]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {label} | {cell} |" for label, cell in cells.items())]) + "\n"
 
 
+_LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="auto")"""
+_DEQUANTIZE = """from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
+
+# dequantize=True reads one scheme for all layers; leave it out where config.json has several config groups
+config = CompressedTensorsConfig(dequantize=True)
+model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="auto", quantization_config=config)"""
 _CARD = """---
 library_name: transformers
 base_model: {base}
@@ -85,9 +94,7 @@ tags: [lowbit, {tag}]
 With transformers ({needs}):
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="auto")
+{load}
 tokenizer = AutoTokenizer.from_pretrained("<this folder>")
 ```
 

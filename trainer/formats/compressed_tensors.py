@@ -5,7 +5,7 @@
         weight_scale       [out_features, groups] of the model's dtype
         weight_shape       [2] int64
         weight_zero_point  [ceil(out_features * bits / 32), groups] int32        packed along outputs; asymmetric only
-        weight_g_idx       [in_features] int32                                   the group of each input: act-order, read only
+        weight_g_idx       [in_features] int32                                   groups of inputs: act-order, read only
     int-quantized    INT8 weights and inputs
         weight             [out_features, in_features] int8
         weight_scale       [out_features, 1]
