@@ -30,7 +30,13 @@ ALLOWED = {
     "trainer.vocabulary": {"trainer.config"},
     "trainer.neftune": set(),
     "trainer.sources": {"trainer.sources", "trainer.config"},
-    "trainer.convert": {"trainer.architecture", "trainer.export", "trainer.linear", "trainer.qat"},
+    "trainer.formats": {
+        *("trainer.architecture", "trainer.config", "trainer.formats", "trainer.kernels", "trainer.linear"),
+        *("trainer.lora", "trainer.qat", "trainer.quant_plan", "trainer.quantizer", "trainer.vocabulary"),
+    },
+    "trainer.convert": {
+        *("trainer.architecture", "trainer.export", "trainer.formats", "trainer.linear", "trainer.qat"),
+    },
     "trainer.agreement": {
         *("trainer.architecture", "trainer.config", "trainer.objective", "trainer.qat", "trainer.serve"),
     },
@@ -39,8 +45,8 @@ ALLOWED = {
         *("trainer.qat", "trainer.vocabulary"),
     },
     "trainer.model": {
-        *("trainer.config", "trainer.linear", "trainer.lora", "trainer.qat", "trainer.quant_plan"),
-        *("trainer.quantizer", "trainer.sources", "trainer.vocabulary"),
+        *("trainer.config", "trainer.formats", "trainer.linear", "trainer.lora", "trainer.qat"),
+        *("trainer.quant_plan", "trainer.quantizer", "trainer.sources", "trainer.vocabulary"),
     },
     "trainer.architecture": set(),
     "trainer.qat": {
@@ -69,14 +75,14 @@ ALLOWED = {
     "trainer.metrics": {"trainer.config"},
     "trainer.checkpoint": {"trainer.config", "trainer.qat"},
     "trainer.export": {
-        *("trainer.architecture", "trainer.config", "trainer.export", "trainer.figures", "trainer.kernels"),
-        *("trainer.linear", "trainer.lora", "trainer.model", "trainer.qat", "trainer.quant_plan"),
-        *("trainer.quantizer", "trainer.vocabulary"),
+        *("trainer.architecture", "trainer.config", "trainer.export", "trainer.figures", "trainer.formats"),
+        *("trainer.kernels", "trainer.linear", "trainer.lora", "trainer.model", "trainer.qat"),
+        *("trainer.quant_plan", "trainer.quantizer", "trainer.vocabulary"),
     },
     "trainer.serve": {
-        *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.export", "trainer.kernels"),
-        *("trainer.linear", "trainer.lora", "trainer.model", "trainer.qat", "trainer.quantizer", "trainer.serve"),
-        *("trainer.settings", "trainer.vocabulary"),
+        *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.export", "trainer.formats"),
+        *("trainer.kernels", "trainer.linear", "trainer.lora", "trainer.model", "trainer.qat"),
+        *("trainer.quantizer", "trainer.serve", "trainer.settings", "trainer.vocabulary"),
     },
     "trainer.evaluate": {
         *("trainer.architecture", "trainer.config", "trainer.data", "trainer.evaluate", "trainer.figures"),

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from trainer.architecture import active_module, base_layer, base_model
-from trainer.export.merged import merge_layer, token_rows
+from trainer.export.merged import merge_layer
+from trainer.formats.hf_folder import token_rows
 from trainer.linear import QuantLinear
 from trainer.qat.fake_quant import FakeQuantEmbedding
 from trainer.qat.packed_linear import Packed, PackedEmbedding, PackedLinear, pack_layer

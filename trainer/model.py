@@ -17,8 +17,10 @@ from transformers.utils.logging import disable_progress_bar
 from trainer.config.errors import UserError, require
 from trainer.config.model import DType, ModelConfig
 from trainer.config.quant import Codebook, MixedBits, QuantConfig
+from trainer.formats.empty_model import quantization_config
+from trainer.formats.lowbit import open_packed, packed_entry
+from trainer.formats.open_quantized import open_foreign
 from trainer.linear import Pack, QuantizationSummary, linears_to_pack, pack_nearest, quantize_linears
-from trainer.qat.packed_model import open_packed, packed_entry
 from trainer.quant_plan import QuantPlan, error_gain, first_layers, log_plan, most_gaining_layers
 from trainer.quantizer import Quantizer
 from trainer.sources.resolve import resolve_model
@@ -53,7 +55,7 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
             `model.add_tokens` already
     """
     path, dtype = resolve_model(config), compute_dtype(config.dtype)
-    if packed_entry(path) is not None:
+    if quantization_config(path) is not None:
         return _load_packed(config, Path(path))
     if not sys.stderr.isatty():
         disable_progress_bar()
@@ -73,8 +75,8 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
     quantized = getattr(model.config, "quantization_config", None)
     require(
         quantized is None,
-        f"{path} is quantized already; its packed layers cannot be trained, merged or served here. Give the 16-bit "
-        "model that it was made from",
+        f"{path} is quantized already; only folders of such models are opened: download it and use model=folder, or "
+        "give the 16-bit model that it was made from",
     )
     require(tokenizer.eos_token_id is not None, f"{path}: the tokenizer has no eos token; set one in its config")
     if config.add_tokens:
@@ -87,15 +89,17 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
 
 
 def _load_packed(config: ModelConfig, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model that quantization-aware training exported; auto is the dtype that it was trained in."""
+    """A model of codes, our own or another engine's; of ours, auto is the dtype that it was trained in."""
     require(
         not config.add_tokens,
-        f"model.add_tokens={config.add_tokens} would change {folder}, whose codes are what was trained; leave it out",
+        f"model.add_tokens={config.add_tokens} would change {folder}, whose codes are what it is; leave it out",
     )
-    own = DType(packed_entry(folder)["dtype"])
-    dtype = compute_dtype(own if config.dtype is DType.auto else config.dtype)
-    model = open_packed(folder, dtype)
-    log.info("model    %s, packed, %s", folder, str(dtype).removeprefix("torch."))
+    own, dtype = packed_entry(folder), config.dtype
+    if own is not None and dtype is DType.auto:
+        dtype = DType(own["dtype"])
+    open_codes = open_foreign if own is None else open_packed
+    model = open_codes(folder, compute_dtype(dtype))
+    log.info("model    %s, packed, %s", folder, str(model.dtype).removeprefix("torch."))
     return model, AutoTokenizer.from_pretrained(folder)
 
 

@@ -154,8 +154,8 @@ def _require_model(model: PreTrainedModel, config: Config) -> None:
     """What settings ask of a model, before a teacher or blocks take hours."""
     require(
         not packed_layers(model),
-        f"model.path={config.model.path} is packed: its codes are what was trained, and steps smaller than their grid "
-        "would be lost; train from the 16-bit model that it was made from",
+        f"model.path={config.model.path} is packed: steps smaller than the grid of its codes would be lost; train from "
+        "the 16-bit model that it was made from",
     )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     require(

@@ -194,7 +194,7 @@ def test_a_packed_base_is_not_trained_again(run, jsonl, tmp_path):
             *(recipe, "model=folder", f"model.path={folder}", "data=jsonl", f"data.path={jsonl}"),
             f"output_dir={tmp_path / recipe.partition('=')[2]}",
         )
-        with pytest.raises(UserError, match="is packed: its codes are what was trained.*train from the 16-bit model"):
+        with pytest.raises(UserError, match="is packed: steps smaller than the grid.*train from the 16-bit model"):
             finetune(config)
 
 

@@ -13,11 +13,12 @@ from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.qat import QatConfig
 from trainer.convert import convert, decoded
 from trainer.export.quantized import write_quantized
+from trainer.formats.lowbit import open_packed
 from trainer.linear import QuantLinear
 from trainer.model import load_model
 from trainer.qat.fake_quant import fake_quant_layers
 from trainer.qat.packed_linear import PackedEmbedding, PackedLinear
-from trainer.qat.packed_model import open_packed, packed_layers, packed_sha256
+from trainer.qat.packed_model import packed_layers, packed_sha256
 from trainer.qat.prepare import calibrate, prepare_qat
 
 TOKEN_IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -256,14 +257,10 @@ def test_another_compute_dtype_keeps_the_codes(exported) -> None:
     assert (logits(model) - logits(packed).float()).norm() / logits(model).norm() < 0.05
 
 
-def test_shards(tmp_path, monkeypatch) -> None:
-    from trainer.export import quantized
-
-    save = quantized.save_torch_state_dict
-    monkeypatch.setattr(quantized, "save_torch_state_dict", lambda *a, **k: save(*a, **k, max_shard_size=40_000))
+def test_shards(tmp_path) -> None:
     model, tokenizer = trained(CONFIGS["int4"])
     sha256, before = packed_sha256(model), logits(model)
     convert(model)
-    opened = write_quantized(model, tokenizer, tmp_path / "out", trained_sha256=sha256)
+    opened = write_quantized(model, tokenizer, tmp_path / "out", trained_sha256=sha256, shard_bytes=40_000)
     assert len(list((tmp_path / "out").glob("packed-*.safetensors"))) > 2
     assert torch.equal(logits(opened), before)

@@ -12,29 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.functional import QuantState
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.architecture import base_layer, base_model
 from trainer.config.errors import require
-from trainer.export.merged import (
-    SHARD_BYTES,
-    Survival,
-    merge_layer,
-    num_weights,
-    whole_folder,
-    write_identity,
-    write_model,
-)
-from trainer.kernels.codebook4 import FP4_CODEBOOK, NF4_CODEBOOK
-from trainer.kernels.double_quant import DYNAMIC_MAP, NESTED_BLOCK_SIZE
+from trainer.export.merged import Survival, merge_layer
+from trainer.formats.bnb import CODEBOOKS, bnb_config, bnb_tensors
+from trainer.formats.hf_folder import SHARD_BYTES, num_weights, whole_folder, write_identity, write_model
 from trainer.linear import QuantLinear
-from trainer.quantizer import QuantizedTensor
 
-CODEBOOKS = {"nf4": NF4_CODEBOOK, "fp4": FP4_CODEBOOK}
-"""What bitsandbytes has a layout for."""
 MEASURED_ROWS = 32
 """Held-out rows on which next-token distributions are compared: two forwards each."""
 
@@ -80,18 +68,10 @@ def write_merged_4bit(
     merge = LossyMerge(survival, kl, flips, num_tokens)
     dtype = causal_lm.get_input_embeddings().weight.dtype
     quantizer = next(iter(packed.values())).quantizer
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quantizer.codebook,
-        bnb_4bit_use_double_quant=quantizer.double_quant,
-        bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=[
-            name for name, module in causal_lm.named_modules() if module is causal_lm.get_output_embeddings()
-        ],
-    )
+    heads = [name for name, module in causal_lm.named_modules() if module is causal_lm.get_output_embeddings()]
 
     def render(name: str, layer: nn.Module) -> dict[str, Tensor]:
-        return _bitsandbytes_tensors((packed[name] if name in packed else base_layer(layer)).quantized, dtype)
+        return bnb_tensors((packed[name] if name in packed else base_layer(layer)).quantized, dtype)
 
     figures = {"update_survived": survival.overall, "kl": kl, "flips": flips, "num_tokens": num_tokens}
     needs_bytes = num_weights(causal_lm)  # a byte a weight: more than codes, and less the embeddings' second byte
@@ -103,9 +83,9 @@ def write_merged_4bit(
             render,
             dtype=dtype,
             shard_bytes=shard_bytes,
-            quantization_config=config.to_dict(),
+            quantization_config=bnb_config(quantizer, dtype, heads),
         )
-        write_identity(partial, {**(provenance or {}), **figures, "layers": survival.layers})
+        write_identity(partial, "merged", {**(provenance or {}), **figures, "layers": survival.layers})
     return merge
 
 
@@ -126,27 +106,6 @@ def _requantized(model: PreTrainedModel, survival: Survival) -> Iterator[tuple[s
         quantized = packed.quantizer.quantize(merged)
         survival.add(name, base, merged, quantized.dequantize(torch.float32))
         yield name, QuantLinear(quantized, packed.bias)
-
-
-def _bitsandbytes_tensors(quantized: QuantizedTensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Codes and scales as Linear4bit saves them: suffix -> tensor."""
-    quantizer, nested = quantized.quantizer, None
-    if quantizer.double_quant:
-        nested = QuantState(
-            absmax=quantized.nested_absmax, blocksize=NESTED_BLOCK_SIZE, code=DYNAMIC_MAP.cpu(), dtype=torch.float32
-        )
-    state = QuantState(
-        absmax=quantized.absmax,
-        shape=torch.Size(quantized.shape),
-        code=torch.tensor(CODEBOOKS[quantizer.codebook]),
-        blocksize=quantizer.block_size,
-        quant_type=quantizer.codebook,
-        dtype=dtype,
-        offset=quantized.nested_offset,
-        state2=nested,
-    )
-    tensors = {f"weight.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
-    return {"weight": quantized.packed.view(-1, 1), **tensors}
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
-"""The quantized model: the codes that training multiplied, in a folder that `trainer/qat/packed_model.py` opens.
+"""The quantized model: the codes that training multiplied, in a folder that `trainer/formats/lowbit.py` opens.
 
-    config.json, packed.safetensors, generation_config.json   see packed_model.py
+    config.json, packed.safetensors, generation_config.json   see formats/lowbit.py
     tokenizer files, chat template                            what training used
     lowbit.json                                               where it comes from
     README.md                                                 model card
@@ -9,26 +9,23 @@ The folder is complete or absent, and it is read back before the run goes on: ha
 and on disk are equal, or there is no export.
 """
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.architecture import base_model
 from trainer.config.model import ModelSource
 from trainer.config.schema import Config
-from trainer.export.merged import whole_folder
 from trainer.export.method import describe_scheme
 from trainer.figures import markdown_table
+from trainer.formats.hf_folder import SHARD_BYTES, whole_folder, write_identity, write_model
+from trainer.formats.lowbit import WEIGHTS, describe_packed, open_packed
 from trainer.qat.packed_linear import PackedEmbedding
-from trainer.qat.packed_model import WEIGHTS, describe_packed, open_packed, packed_layers
+from trainer.qat.packed_model import packed_layers
 from trainer.qat.scheme import Scheme
-from trainer.vocabulary import is_tied
 
 
 def write_quantized(
@@ -39,6 +36,7 @@ def write_quantized(
     trained_sha256: str,
     kv_cache: bool = False,
     provenance: dict[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> PreTrainedModel:
     """Write a converted model and read it back.
 
@@ -57,47 +55,21 @@ def write_quantized(
             f"the packed model holds codes {entry['packed_sha256'][:12]} and training multiplied "
             f"{trained_sha256[:12]}; nothing was exported"
         )
-    tensors = _tensors(causal_lm)
-    needs_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    needs_bytes = sum(tensor.nbytes for tensor in causal_lm.state_dict().values())
     with whole_folder(folder, needs_bytes=needs_bytes) as partial:
-        save_torch_state_dict(tensors, partial, filename_pattern=WEIGHTS + "{suffix}.safetensors")
-        _write_config(causal_lm, partial, entry)
-        tokenizer.save_pretrained(partial)
+        options = {"dtype": dtype, "shard_bytes": shard_bytes, "stem": WEIGHTS, "quantization_config": entry}
+        write_model(causal_lm, tokenizer, partial, _codes, **options)
         identity = {**(provenance or {}), "packed_sha256": trained_sha256, "dtype": entry["dtype"]}
-        (partial / "lowbit.json").write_text(json.dumps({"quantized": identity}, indent=2) + "\n", encoding="utf-8")
+        write_identity(partial, "quantized", identity)
         opened = open_packed(partial, dtype)  # compares the hashes
     opened.name_or_path = str(folder)
     return opened
 
 
-def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What the file holds: each tensor once."""
-    tensors = model.state_dict()
-    if _ties(model):
-        head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
-        del tensors[f"{head}.weight"]
-    # Copies: codes can be views of a larger tensor, which safetensors refuses.
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
-def _ties(model: PreTrainedModel) -> bool:
-    """Whether embedding and output head are one dense tensor."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    packed = packed_layers(model).values()
-    if head is None or not is_tied(model) or head in packed or embedding in packed:
-        return False
-    return head.weight is embedding.weight or torch.equal(head.weight, embedding.weight)
-
-
-def _write_config(model: PreTrainedModel, folder: Path, entry: dict[str, Any]) -> None:
-    config = copy.deepcopy(model.config)
-    vars(config).pop("_name_or_path", None)
-    config.dtype, config.architectures = getattr(torch, entry["dtype"]), [type(model).__name__]
-    config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = _ties(model)
-    config.quantization_config = entry
-    config.save_pretrained(folder)
-    if model.generation_config is not None:
-        model.generation_config.to_json_file(folder / "generation_config.json")
+def _codes(name: str, layer: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a packed layer, as they are."""
+    tensors = {**layer.quantized.tensors, "input_scale": getattr(layer, "input_scale", None)}
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None}
 
 
 def describe_schemes(model: nn.Module) -> str:

@@ -21,10 +21,11 @@ from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.export.adapter import base_plan, put_token_rows, read_identity
 from trainer.export.base_codes import restore_base
+from trainer.formats.lowbit import packed_entry
 from trainer.linear import weights_sha256
 from trainer.model import load_model, prepare_model
 from trainer.qat.fake_quant import fake_quantize_linears
-from trainer.qat.packed_model import packed_entry, packed_layers
+from trainer.qat.packed_model import packed_layers
 from trainer.qat.scheme import Scheme
 from trainer.serve.config import ServeConfig
 
@@ -122,8 +123,7 @@ def _open_base(
     module, tokenizer = load_model(model_config)
     require(
         quant is None or not packed_layers(module),
-        f"quantization={config.quantization} would round {config.model} again, which holds the codes that were "
-        "trained; leave it out",
+        f"quantization={config.quantization} would round {config.model} again, which holds codes already; leave it out",
     )
     if config.kv_cache_dtype == "auto" and (packed_entry(str(model_config.path)) or {}).get("kv_cache") == "int8":
         config.kv_cache_dtype = "int8"  # as it was trained
