@@ -125,6 +125,7 @@ class PtqConfig:
     def __post_init__(self) -> None:
         self.method = PtqMethod(self.method)
         self.fold = DEFAULT_FOLD.get(self.method, Fold.none) if self.fold is None else Fold(self.fold)
+        self.act_order, self.match = ActOrder(self.act_order), Match(self.match)
         for name in self.formats:
             require(name in EXPORTS, f"formats has {name!r}; accepted: {', '.join(EXPORTS)}")
         require(self.dtype in ("auto", "bfloat16", "float16", "float32"), f"dtype={self.dtype}; use bfloat16 or auto")

@@ -1,0 +1,239 @@
+"""From `python scripts/quantize.py ...` to a folder: load, check, calibrate, choose codes, compare, write.
+
+    <output_dir>/quantize.json        settings, figures, warnings, a line a layer
+    <output_dir>/export/<format>/     what was asked for, each complete or absent
+    <output_dir>/.blocks/             finished blocks, until the exports are written
+
+Everything that a user can get wrong is answered before the first block: what the model is, which layers are quantized
+and how their groups fit, weights that are inf or nan, the calibration's rows.
+"""
+
+import fnmatch
+import json
+import logging
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trainer.config.errors import UserError, require
+from trainer.config.model import DType, named_model, short_name
+from trainer.config.ptq import PtqConfig, PtqMethod
+from trainer.evaluate.fidelity import Fidelity, Original
+from trainer.export.layouts import Provenance, write_layout
+from trainer.linear import linears_to_pack
+from trainer.metrics import peak_memory_bytes
+from trainer.model import MIN_QUANTIZED_SHARE, load_model
+from trainer.ptq.blocks import Progress, needs_data, quantize_blocks
+from trainer.ptq.calibration import Calibration, load_calibration, warn_of_calibration
+from trainer.ptq.describe import describe_ptq
+from trainer.ptq.sensitivity import plan_by_sensitivity
+from trainer.qat.packed_model import packed_layers, packed_sha256, scheme_of_layer
+from trainer.qat.scheme import Scheme
+from trainer.quantizer import Quantizer
+
+log = logging.getLogger(__name__)
+
+REPORT = "quantize.json"
+
+
+@dataclass
+class PtqResult:
+    """What a quantization gave.
+
+    exports   format -> folder or file
+    fidelity  on held-out rows, against the 16-bit model
+    report    the content of quantize.json
+    """
+
+    output_dir: Path
+    exports: dict[str, Path]
+    fidelity: Fidelity
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def quantize(config: PtqConfig, *, progress: Progress | None = None) -> PtqResult:
+    """Quantize a model and write it.
+
+    progress  is told how many blocks are finished
+    raises    UserError for what can be put right by other settings, a better model or better data
+    """
+    began = time.monotonic()
+    source = named_model(config.model, DType.auto if config.dtype == "float16" else DType(config.dtype))
+    model, tokenizer = load_model(source)
+    folder = Path(config.output_dir or f"outputs/ptq/{short_name(source).replace('/', '_')}_{config.method}")
+    schemes = choose_layers(model, config)
+    calibration = load_calibration(config, tokenizer)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    original = Original.of(model.to(device), calibration.held_out)
+    before = original.compare(model)
+    warnings = warn_of_calibration(
+        calibration, widest=_widest(model, schemes), loss=torch.tensor(before.perplexity).log().item()
+    )
+    schemes = _mixed(model, schemes, calibration, config)
+    model.to("cpu")
+    log.info("quantize %d layers: %s", len(schemes), describe_ptq(config, calibration.description))
+    reports = quantize_blocks(
+        model, schemes, calibration.rows, config, folder / ".blocks", device=device, progress=progress
+    )
+    fidelity = original.compare(model.to(device))
+    model.to("cpu")
+    report = {
+        "settings": {name: value for name, value in asdict(config).items() if name != "output_dir"},
+        "data": calibration.description if needs_data(config) else "",
+        "fidelity": fidelity.to_dict(),
+        "packed_sha256": packed_sha256(model),
+        "bits_per_weight": _bits_per_weight(model),
+        "seconds": time.monotonic() - began,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "warnings": warnings,
+        "layers": [layer.to_dict() for layer in reports],
+    }
+    exports = _write(model, tokenizer, folder, config, report, base=config.model)
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    shutil.rmtree(folder / ".blocks", ignore_errors=True)
+    return PtqResult(folder, exports, fidelity, report)
+
+
+# ---- which layers, and how
+
+
+def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme]:
+    """Name -> scheme of each layer that is quantized, in the model's order; output head and embeddings never are.
+
+    raises  UserError naming a layer whose groups do not fit or whose weight is not finite, a model that is packed
+            already or mostly not made of linear layers, or a pattern that fits no layer
+    """
+    require(
+        not packed_layers(model),
+        f"model={config.model} is quantized already; rounding it again would lose more: give the 16-bit model that it "
+        "was made from",
+    )
+    outer = {module for module in (model.get_output_embeddings(), model.get_input_embeddings()) if module is not None}
+    names = linears_to_pack(model, outer)
+    for pattern in config.exclude:
+        require(any(_fits(name, pattern) for name in names), f"exclude has {pattern!r}, which ends no layer's name")
+    chosen = [name for name in names if not any(_fits(name, pattern) for pattern in config.exclude)]
+    require(bool(chosen), f"exclude={config.exclude} leaves no layer to quantize")
+    _require_share(model, outer, names)
+    scheme = scheme_of(config)
+    for name in chosen:
+        layer = model.get_submodule(name)
+        try:
+            scheme.check(layer.in_features)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from None
+        require(
+            bool(layer.weight.isfinite().all()),
+            f"{name}.weight holds inf or nan; the checkpoint is damaged: load another one",
+        )
+    return dict.fromkeys(chosen, scheme)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, f"*{pattern}")
+
+
+def _require_share(model: PreTrainedModel, outer: set[nn.Module], names: list[str]) -> None:
+    """Fused experts and the like are no nn.Linear, and would stay in 16 bits in silence."""
+    outside = {id(parameter) for module in outer for parameter in module.parameters()}
+    total = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in outside)
+    linear = sum(model.get_submodule(name).weight.numel() for name in names)
+    require(
+        linear >= MIN_QUANTIZED_SHARE * total,
+        f"only {linear / max(1, total):.0%} of {model.config.model_type}'s weights lie in linear layers; the model "
+        "would stay mostly in 16 bits: this architecture is not supported yet",
+    )
+
+
+def scheme_of(config: PtqConfig, codebook: str | None = None) -> Scheme:
+    """What the settings say of a layer; codebook: another one than `config.codebook`."""
+    codebook = codebook or config.codebook
+    settings: dict[str, Any] = {}
+    if codebook in ("int4", "int8"):
+        settings = {"group_size": config.group_size, "scale_dtype": config.scale_dtype}
+        if codebook == "int4":
+            settings["symmetric"] = config.symmetric
+    else:
+        settings = {"block_size": config.block_size, "double_quant": config.double_quant}
+    match config.method:
+        case PtqMethod.smoothquant:
+            return Scheme.named("int8_static", **settings)
+        case PtqMethod.int8_dynamic:
+            return Scheme.named("int8" if codebook == "int8" else "int4_int8", **settings)
+    return Scheme(Quantizer(codebook, **settings))
+
+
+def _mixed(
+    model: PreTrainedModel, schemes: dict[str, Scheme], calibration: Calibration, config: PtqConfig
+) -> dict[str, Scheme]:
+    """With `bits_budget`, more bits for the layers that need them most."""
+    if config.bits_budget is None:
+        return schemes
+    low, high = scheme_of(config), scheme_of(config, config.high_codebook)
+    bits = low.weight.code_bits, high.weight.code_bits
+    require(
+        bits[0] < config.bits_budget <= bits[1],
+        f"bits_budget={config.bits_budget:g} is not between the {bits[0]} bits of {config.codebook} and the {bits[1]} "
+        f"of {config.high_codebook}; give a mean between them",
+    )
+    plan, _ = plan_by_sensitivity(
+        *(model, low.weight, high.weight, list(schemes), calibration.rows),
+        bits_budget=config.bits_budget,
+        seed=config.seed,
+    )
+    return {name: low if name in plan.low_layers else high for name in schemes}
+
+
+def _widest(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> int:
+    return max(model.get_submodule(name).in_features for name in schemes)
+
+
+def _bits_per_weight(model: PreTrainedModel) -> float:
+    """Of the packed layers, scales as they are stored (in the quantizer's dtype)."""
+    bits = weights = 0.0
+    for layer in packed_layers(model).values():
+        quantized = layer.quantized
+        own = 8 * quantized.nbytes
+        scales = quantized.tensors.get("scales")
+        if scales is not None and scheme_of_layer(layer).weight.scale_dtype != "float32":
+            own -= 16 * scales.numel()
+        bits, weights = bits + own, weights + quantized.shape[0] * quantized.shape[1]
+    return bits / weights
+
+
+# ---- what is written
+
+
+def _write(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    config: PtqConfig,
+    report: dict[str, Any],
+    *,
+    base: str,
+) -> dict[str, Path]:
+    figures = {
+        "perplexity on held-out rows, 16 bits": report["fidelity"]["perplexity_original"],
+        "perplexity on held-out rows, quantized": report["fidelity"]["perplexity"],
+        "KL(16 bits || quantized), nats a token": report["fidelity"]["kl"],
+        "same likeliest token": f"{100 * report['fidelity']['same_token']:.1f} %",
+        "bits a weight, scales included": f"{report['bits_per_weight']:.2f}",
+    }
+    provenance = Provenance(base, describe_ptq(config, ""), report["data"], figures, report["packed_sha256"])
+    exports = {}
+    for name in config.formats:
+        exports[name] = write_layout(name, model, tokenizer, folder / "export" / name, provenance, dtype=_dtype(config))
+        log.info("export   %s", exports[name])
+    return exports
+
+
+def _dtype(config: PtqConfig) -> torch.dtype | None:
+    return None if config.dtype == "auto" else getattr(torch, config.dtype)
