@@ -6,6 +6,7 @@ twice.
 """
 
 import math
+from typing import Any
 
 import torch
 from gguf import GGUFWriter, RopeScalingType
@@ -16,10 +17,14 @@ from trainer.architecture import sliding_windows, why_unsupported
 from trainer.config.errors import require
 from trainer.formats.gguf_names import ARCHITECTURES
 
-_YARN_KEYS = {
-    *("rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
-    *("beta_fast", "beta_slow", "truncate", "partial_rotary_factor"),
+_ANY: Any = object()
+_YARN: dict[str, Any] = {
+    **dict.fromkeys(
+        ("rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor"), _ANY
+    ),
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "partial_rotary_factor": 1.0},
 }
+"""Settings of yarn that a file can state, and those that llama.cpp has fixed for these architectures."""
 
 
 def require_writable(config: PretrainedConfig) -> None:
@@ -33,16 +38,13 @@ def require_writable(config: PretrainedConfig) -> None:
         f"partial_rotary_factor={rotary_share} turns a part of each head, which llama.cpp does not for this "
         "architecture; export the model in 16 bits instead",
     )
-    unknown = set(rope) - _YARN_KEYS
-    require(
-        rope.get("rope_type") != "yarn" or not unknown,
-        f"rope scaling yarn with {', '.join(sorted(unknown))} is not what llama.cpp computes; leave it out or export "
-        "the model in 16 bits",
-    )
-    require(
-        rope.get("rope_type") != "yarn" or rope.get("truncate", True),
-        "rope scaling yarn with truncate=false is not what llama.cpp computes; export the model in 16 bits instead",
-    )
+    if rope.get("rope_type") == "yarn":
+        other = {k: v for k, v in rope.items() if v is not None and _YARN.get(k) not in (_ANY, v)}
+        require(
+            not other,
+            f"rope scaling yarn with {other} is not what llama.cpp computes for this architecture; export the model in "
+            "16 bits instead",
+        )
 
 
 def add_architecture(writer: GGUFWriter, model: PreTrainedModel) -> list[str]:
@@ -61,9 +63,8 @@ def add_architecture(writer: GGUFWriter, model: PreTrainedModel) -> list[str]:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(model.get_input_embeddings().weight.shape[0])
     writer.add_rope_dimension_count(head_dim)
-    if head_dim * config.num_attention_heads != config.hidden_size:
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
+    writer.add_key_length(head_dim)  # readers fall back on hidden_size / heads, or on a number of the architecture's
+    writer.add_value_length(head_dim)
     _add_rope(writer, model)
     return _add_window(writer, config)
 
@@ -83,8 +84,6 @@ def _add_rope(writer: GGUFWriter, model: PreTrainedModel) -> None:
     if kind == "yarn":
         original = rope.get("original_max_position_embeddings") or model.config.max_position_embeddings
         writer.add_rope_scaling_orig_ctx_len(original)
-        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
-        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
         # llama.cpp always scales q and k by the first formula of the paper; the file says what comes on top.
         usual = 0.1 * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
         extra = model.model.rotary_emb.attention_scaling / usual

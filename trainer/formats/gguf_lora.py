@@ -46,8 +46,8 @@ _UNSUPPORTED = {
 }
 """Settings of an adapter that llama.cpp's LoRA has no place for, and what they mean."""
 _ROUNDED = (
-    "was trained through the rounding of the merged weights, and factors over a 16-bit base are another function; write "
-    "the quantized model with write_gguf and gguf_type=as_trained"
+    "was trained through the rounding of the merged weights, and factors over a 16-bit base are another function; "
+    "write the quantized model with write_gguf and gguf_type=as_trained"
 )
 _INSTEAD = "merge the adapter and write the merged model with write_gguf"
 

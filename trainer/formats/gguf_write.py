@@ -141,7 +141,7 @@ def write_gguf(
     _add_general(writer, model, _file_type(gguf_type, report), provenance)
     report.notes += add_architecture(writer, model)
     add_tokenizer(writer, described)
-    report.notes += described.notes
+    report.notes += described.notes + _notes_on_inputs(weights)
     _add_origin(writer, model, weights, gguf_type, types, importance, provenance)
     entries = [TensorEntry(name, types[name].got, weight.shape) for name, weight in weights.items()]
     check = (lambda partial: _compare_codes(partial, weights, types)) if gguf_type == AS_TRAINED else None
@@ -313,6 +313,20 @@ def _file_type(gguf_type: str, report: GgufReport) -> LlamaFileType:
         if kind_of(tensor.name) not in ("token_embd", "output"):
             sizes[tensor.got] = sizes.get(tensor.got, 0) + tensor.num_weights
     return FILE_TYPES[max(sizes, key=sizes.__getitem__)][1]
+
+
+def _notes_on_inputs(weights: Mapping[str, _Weight]) -> list[str]:
+    rounding = [
+        weight.layer
+        for weight in weights.values()
+        if isinstance(weight.owner, PackedLinear) and weight.owner.scheme.activations is not None
+    ]
+    if not rounding:
+        return []
+    return [
+        f"{len(rounding)} layers were trained with rounded inputs; llama.cpp rounds inputs in its own way (8 bits in "
+        "blocks), so their products differ by that"
+    ]
 
 
 # ---- keys
