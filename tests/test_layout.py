@@ -88,6 +88,10 @@ ALLOWED = {
         *("trainer.architecture", "trainer.config", "trainer.data", "trainer.evaluate", "trainer.figures"),
         *("trainer.linear", "trainer.lora", "trainer.metrics", "trainer.objective", "trainer.qat"),
     },
+    "trainer.formats": {
+        *("trainer.architecture", "trainer.config", "trainer.formats", "trainer.kernels", "trainer.linear"),
+        *("trainer.lora", "trainer.qat", "trainer.quantizer", "trainer.vocabulary"),
+    },
     "trainer.blockwise": {
         *("trainer.blockwise", "trainer.config", "trainer.data", "trainer.fused_decoder"),
         *("trainer.linear", "trainer.objective", "trainer.qat", "trainer.quantizer"),
