@@ -14,6 +14,7 @@ class PtqMethod(StrEnum):
     smoothquant = "smoothquant"
     int8_dynamic = "int8_dynamic"
     hqq = "hqq"
+    gguf = "gguf"
 
 
 class Fold(StrEnum):
@@ -54,12 +55,12 @@ class PtqConfig:
     method: PtqMethod = PtqMethod.gptq
     """rtn rounds to nearest; awq protects the weights of large inputs and cuts ranges; gptq makes errors cancel;
     smoothquant has INT8 weights and static INT8 inputs; int8_dynamic INT8 weights and inputs with a scale a token; hqq
-    fits scales and zero points without data."""
+    fits scales and zero points without data; gguf has the blocks of llama.cpp (`gguf_type`)."""
     output_dir: str | None = None
     """Where the result goes; null for outputs/ptq/<model>_<method>."""
-    formats: list[str] = field(default_factory=lambda: ["quantized"])
+    formats: list[str] = field(default_factory=list)
     """quantized (ours: what the server multiplies), merged (the values in 16 bits), gptq, awq, compressed_tensors, bnb,
-    gguf: what other engines load."""
+    gguf: what other engines load. Empty for quantized, and for gguf with method=gguf."""
     dtype: str = "auto"
     """bfloat16, float16 or float32 of what stays in 16 bits; auto as in training."""
 
@@ -87,7 +88,7 @@ class PtqConfig:
 
     data: str = "pydocs"
     """Calibration: pydocs (questions about Python's standard library), a .jsonl file (chat messages, prompt and
-    completion, or text) or a .txt file. Best is what the model will be asked."""
+    completion, or text) or a .txt file; several with commas between. Best is what the model will be asked."""
     columns: list[str] = field(default_factory=list)
     """What a .jsonl file calls its fields: ['prompt=question', 'completion=answer']."""
     rows: int = 128
@@ -98,6 +99,11 @@ class PtqConfig:
     """Rows that no calibration sees: on them the result is compared with the 16-bit model."""
     seed: int = 0
     """Chooses the rows."""
+
+    gguf_type: str = "Q4_K_M"
+    """method=gguf: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K_S, Q4_K_M, Q5_K_M, Q6_K, F16 or BF16."""
+    imatrix: bool = True
+    """method=gguf: weigh rounding errors by the mean square of each input over the calibration."""
 
     fold: Fold | None = None
     """none, awq or smooth; null for what the method is named after, so that awq and gptq can be put together."""
@@ -126,19 +132,29 @@ class PtqConfig:
         self.method = PtqMethod(self.method)
         self.fold = DEFAULT_FOLD.get(self.method, Fold.none) if self.fold is None else Fold(self.fold)
         self.act_order, self.match = ActOrder(self.act_order), Match(self.match)
+        gguf = self.method is PtqMethod.gguf
+        self.formats = self.formats or (["gguf"] if gguf else ["quantized"])
+        require(
+            not gguf or self.formats == ["gguf"],
+            f"formats={self.formats} with method=gguf, whose blocks are in GGUF files only; leave formats out",
+        )
+        require(
+            gguf or (self.gguf_type == "Q4_K_M" and self.imatrix),
+            f"gguf_type and imatrix have no effect with method={self.method}, whose codes are written as they are; use "
+            "method=gguf",
+        )
         for name in self.formats:
             require(name in EXPORTS, f"formats has {name!r}; accepted: {', '.join(EXPORTS)}")
         require(self.dtype in ("auto", "bfloat16", "float16", "float32"), f"dtype={self.dtype}; use bfloat16 or auto")
         self._check_codebook()
         for name, least in (("rows", 1), ("max_seq_len", 8), ("eval_rows", 1)):
             require(getattr(self, name) >= least, f"{name}={getattr(self, name)}; give at least {least}")
-        require(
-            self.data == "pydocs" or Path(self.data).suffix in (".jsonl", ".txt"),
-            f"data={self.data} is neither pydocs nor a .jsonl or .txt file",
-        )
-        require(
-            self.data == "pydocs" or Path(self.data).is_file(), f"data={self.data} is not a file; give one, or pydocs"
-        )
+        for source in self.data.split(","):
+            require(
+                source == "pydocs" or Path(source).suffix in (".jsonl", ".txt"),
+                f"data={source} is neither pydocs nor a .jsonl or .txt file",
+            )
+            require(source == "pydocs" or Path(source).is_file(), f"data={source} is not a file; give one, or pydocs")
         require(0 < self.damping <= 1, f"damping={self.damping}; use a share above 0, at most 1, such as 0.01")
         require(self.alpha is None or 0 <= self.alpha <= 1, f"alpha={self.alpha}; use 0 to 1, such as 0.5, or null")
         self._check_method()

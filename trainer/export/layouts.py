@@ -11,6 +11,7 @@ Codes are re-packed and never chosen again; a layout that cannot hold them says 
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trainer.formats.compressed_tensors import write_compressed_tensors
 from trainer.formats.gguf_write import AS_TRAINED, write_gguf
 from trainer.formats.gptq import write_gptq
 from trainer.qat.packed_model import decoded, packed_layers, packed_sha256, scheme_of_layer
+from trainer.qat.scheme import Scheme
 from trainer.vocabulary import is_tied
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,15 @@ _CARD_NAMES = {
     "compressed_tensors": "compressed-tensors",
     "bnb": "bitsandbytes",
 }
+
+
+_HOLDS: dict[str, tuple[tuple[str, ...], int, bool]] = {
+    "gptq": (("int4",), 32, False),
+    "awq": (("int4",), 32, False),
+    "compressed_tensors": (("int4", "int8"), 1, True),
+    "bnb": (("nf4", "fp4"), 1, False),
+}
+"""Layout -> the codes that it holds, what sizes are multiples of, and whether inputs may be rounded."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,38 @@ class Provenance:
     def identity(self) -> dict[str, Any]:
         """For lowbit.json."""
         return {"base": self.base, "method": self.method, "data": self.data, "packed_sha256": self.packed_sha256}
+
+
+def require_layout(name: str, schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Whether a layout holds layers that are still to be quantized, before hours go into their codes.
+
+    schemes, shapes  by the layers' names; (out_features, in_features)
+    raises           UserError naming the first layer that it does not hold
+    """
+    codebooks, multiple, inputs = _HOLDS.get(name, (None, 1, True))
+    sizes = set()
+    for layer, scheme in schemes.items():
+        kind = scheme.weight_name
+        require(
+            codebooks is None or kind in codebooks,
+            f"formats has {name!r}, which holds {' and '.join(codebooks or ())}, and {layer} gets {kind}; use "
+            "quantized, which holds everything, or another codebook",
+        )
+        require(
+            inputs or scheme.activations is None,
+            f"formats has {name!r}, which cannot say that {layer} rounds its inputs; use quantized or "
+            "compressed_tensors",
+        )
+        sizes.add(getattr(scheme.weight, "group_size", None))
+        require(
+            all(size % multiple == 0 for size in shapes[layer]),
+            f"formats has {name!r}, whose loaders need multiples of {multiple}, and {layer} is {shapes[layer]}; "
+            "exclude it, or use compressed_tensors",
+        )
+    require(
+        name not in ("gptq", "awq") or len(sizes) == 1,
+        f"formats has {name!r}, which has one group size, and the layers have {sorted(sizes)}; use compressed_tensors",
+    )
 
 
 def write_layout(
@@ -124,11 +167,7 @@ def _write_gguf(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{Path(provenance.base).name}-{gguf_type}.gguf"
     requantize = gguf_type != AS_TRAINED
-    report = write_gguf(
-        *(model, tokenizer, path), gguf_type=gguf_type, provenance=provenance.identity, requantize=requantize
-    )
-    for line in report.lines():
-        log.info("gguf     %s", line)
+    write_gguf(*(model, tokenizer, path), gguf_type=gguf_type, provenance=provenance.identity, requantize=requantize)
     return path
 
 

@@ -221,7 +221,8 @@ class BlockQuantizer:
         for name, scheme in schemes.items():
             weight, module = weights.weights[name], weights.block.get_submodule(name)
             reports.append(_report(f"{where}.{name}", scheme, weight, chosen[name], statistics, "; ".join(notes)))
-            layer = pack_layer(scheme, chosen[name], module.bias, input_scale=scale)
+            own_scale = None if scale is None else scale.clone()  # files hold each tensor once
+            layer = pack_layer(scheme, chosen[name], module.bias, input_scale=own_scale)
             weights.block.set_submodule(name, layer)
         return reports
 
@@ -272,6 +273,7 @@ class BlockQuantizer:
         wanted = [weights.weights[name] for name in schemes]
         values = [chosen[name].dequantize(torch.float32) for name in schemes]
         scale = static_scale(wanted, values, statistics.sample, statistics.absmax)
+        scale = scale.to(getattr(torch, self._config.scale_dtype)).float()  # as files will hold it
         signal = signal_to_noise(wanted, values, statistics.sample, scale)
         if signal >= self._config.min_signal:
             return schemes, scale

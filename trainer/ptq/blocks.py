@@ -7,7 +7,7 @@ rows through the packed blocks and goes on, bit for bit.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +35,9 @@ Progress = Callable[[int, int], None]
 
 def needs_data(config: PtqConfig) -> bool:
     """Whether codes depend on inputs."""
-    return config.method not in DATA_FREE or config.fold is not Fold.none
+    if config.method is PtqMethod.gguf:
+        return config.imatrix
+    return config.method not in DATA_FREE or config.fold is not Fold.none or config.bits_budget is not None
 
 
 @torch.no_grad()
@@ -56,13 +58,13 @@ def quantize_blocks(
     device  where a block is quantized; the model stays where it is
     raises  UserError naming the layer or what the model has that is not computed here
     """
-    if not needs_data(config):
+    if config.method in DATA_FREE and config.fold is Fold.none:
         return [quantize_layer(model, name, scheme, config) for name, scheme in schemes.items()]
-    _require_blocks(model, schemes)
+    require_blocks(model, schemes)
     decoder = FusedDecoder(model)
     phase = phase_sha256(model, schemes, rows, config)
     folder.mkdir(parents=True, exist_ok=True)
-    streams = _streams(model, rows, config, device)
+    streams = open_streams(model, rows, config, device)
     quantizer = BlockQuantizer(decoder, config, device)
     model.model.rotary_emb.to(device)
     reports: list[LayerReport] = []
@@ -95,17 +97,20 @@ def _say(index: int, count: int, reports: Sequence[LayerReport], seconds: float)
             log.info("         %s: %s", report.name, report.note)
 
 
-def _require_blocks(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> None:
+def require_blocks(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """raises  UserError if our decoder does not run the model, or a layer lies in no block"""
     reason = why_unsupported(model.config)
     require(
         reason is None, f"methods that calibrate run the blocks of Llamas, and {reason}; use method=rtn or int8_dynamic"
     )
-    for name in schemes:
+    for name in names:
         if not name.startswith("model.layers."):
             raise UserError(f"{name} lies in no block; methods that calibrate are for layers of blocks: exclude it")
 
 
-def _streams(model: PreTrainedModel, rows: Sequence[Sequence[int]], config: PtqConfig, device: torch.device) -> Streams:
+def open_streams(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], config: PtqConfig, device: torch.device
+) -> Streams:
     """What no block gives yet: the embeddings of all rows."""
     embedding: nn.Module = model.get_input_embeddings()
     lengths = [len(row) for row in rows]

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +23,8 @@ from trainer.data.formats import load_rows
 from trainer.data.loader import BatchPlan
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MIN_TOKENS_A_FEATURE = 8
 """Fewer tokens than so many times the widest layer's inputs leave X^T X of GPTQ to its damping."""
@@ -77,17 +80,22 @@ def _load(
             f"data={source} makes {len(rows)} rows of max_seq_len={config.max_seq_len} tokens, and eval_rows="
             f"{num_held_out} are held out; give more text, or fewer or shorter rows",
         )
-        rows, held_out = rows[:-num_held_out], rows[-num_held_out:]
-    else:
-        columns = ColumnsConfig(**_columns(config.columns)) if source != "pydocs" else ColumnsConfig()
-        path = None if source == "pydocs" else source
-        kind = DataSource.pydocs if path is None else DataSource.jsonl
-        data = DataConfig(kind, path, columns=columns, eval_rows=num_held_out, max_seq_len=config.max_seq_len)
-        rows, held_out = (
-            tokenize_rows(part, tokenizer, config.max_seq_len)["input_ids"] for part in load_rows(data, config.seed)
-        )
-    drawn = BatchPlan(len(rows), min(num_rows, len(rows)), 1, 1, config.seed, max_steps=1).row_ids(0)
-    return [list(rows[row]) for row in drawn], [list(row) for row in held_out]
+        return _drawn(rows[:-num_held_out], num_rows, config.seed), rows[-num_held_out:]
+    columns = ColumnsConfig(**_columns(config.columns)) if source != "pydocs" else ColumnsConfig()
+    path = None if source == "pydocs" else source
+    kind = DataSource.pydocs if path is None else DataSource.jsonl
+    data = DataConfig(kind, path, columns=columns, eval_rows=num_held_out, max_seq_len=config.max_seq_len)
+    rows, held_out = load_rows(data, config.seed)
+    return tuple(
+        [list(ids) for ids in tokenize_rows(part, tokenizer, config.max_seq_len)["input_ids"]]
+        for part in (_drawn(rows, num_rows, config.seed), held_out)
+    )
+
+
+def _drawn(rows: list[T], num_rows: int, seed: int) -> list[T]:
+    """num_rows of them, or all, drawn by the seed."""
+    drawn = BatchPlan(len(rows), min(num_rows, len(rows)), 1, 1, seed, max_steps=1).row_ids(0)
+    return [rows[row] for row in drawn]
 
 
 def _text_rows(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:

@@ -16,6 +16,9 @@ _ORDERS = {ActOrder.static: "in order of their inputs", ActOrder.groups: "in gro
 
 def describe_ptq(config: PtqConfig, data: str) -> str:
     """GPTQ with AWQ's factors to INT4 in groups of 32, rounding features in order of their inputs, on <data>"""
+    if config.method is PtqMethod.gguf:
+        text = f"Rounded to llama.cpp's {config.gguf_type}" + (", weighed by an importance matrix" * config.imatrix)
+        return f"{text}, on {data}" if data else text
     text = _METHODS[config.method]
     named = {PtqMethod.awq: Fold.awq, PtqMethod.smoothquant: Fold.smooth}.get(config.method, Fold.none)
     if config.fold is Fold.none and named is not Fold.none:

@@ -11,9 +11,10 @@ and how their groups fit, weights that are inf or nan, the calibration's rows.
 import fnmatch
 import json
 import logging
+import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ from trainer.config.errors import UserError, require
 from trainer.config.model import DType, named_model, short_name
 from trainer.config.ptq import PtqConfig, PtqMethod
 from trainer.evaluate.fidelity import Fidelity, Original
-from trainer.export.layouts import Provenance, write_layout
+from trainer.export.layouts import Provenance, require_layout, write_layout
 from trainer.linear import linears_to_pack
 from trainer.metrics import peak_memory_bytes
 from trainer.model import MIN_QUANTIZED_SHARE, load_model
 from trainer.ptq.blocks import Progress, needs_data, quantize_blocks
 from trainer.ptq.calibration import Calibration, load_calibration, warn_of_calibration
 from trainer.ptq.describe import describe_ptq
+from trainer.ptq.gguf import input_importance, quantize_to_gguf
 from trainer.ptq.sensitivity import plan_by_sensitivity
 from trainer.qat.packed_model import packed_layers, packed_sha256, scheme_of_layer
 from trainer.qat.scheme import Scheme
@@ -72,39 +74,107 @@ def quantize(config: PtqConfig, *, progress: Progress | None = None) -> PtqResul
     calibration = load_calibration(config, tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     original = Original.of(model.to(device), calibration.held_out)
-    before = original.compare(model)
-    warnings = warn_of_calibration(
-        calibration, widest=_widest(model, schemes), loss=torch.tensor(before.perplexity).log().item()
-    )
-    schemes = _mixed(model, schemes, calibration, config)
+    loss = math.log(original.compare(model).perplexity)
     model.to("cpu")
-    log.info("quantize %d layers: %s", len(schemes), describe_ptq(config, calibration.description))
-    reports = quantize_blocks(
-        model, schemes, calibration.rows, config, folder / ".blocks", device=device, progress=progress
-    )
+    warnings = warn_of_calibration(calibration, widest=_widest(model, schemes), loss=loss) if needs_data(config) else []
+    run = _Run(config, model, tokenizer, folder, calibration, device)
+    log.info("quantize %d layers: %s", len(schemes), describe_ptq(config, run.data))
+    choose = run.to_gguf if config.method is PtqMethod.gguf else run.to_codes
+    part, write = choose(schemes, progress)
     fidelity = original.compare(model.to(device))
     model.to("cpu")
     report = {
         "settings": {name: value for name, value in asdict(config).items() if name != "output_dir"},
-        "data": calibration.description if needs_data(config) else "",
+        "data": run.data,
         "fidelity": fidelity.to_dict(),
-        "packed_sha256": packed_sha256(model),
-        "bits_per_weight": _bits_per_weight(model),
         "seconds": time.monotonic() - began,
         "peak_memory_bytes": peak_memory_bytes(),
         "warnings": warnings,
-        "layers": [layer.to_dict() for layer in reports],
+        **part,
     }
-    exports = _write(model, tokenizer, folder, config, report, base=config.model)
+    exports = write(report)
+    for path in exports.values():
+        log.info("export   %s", path)
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     shutil.rmtree(folder / ".blocks", ignore_errors=True)
     return PtqResult(folder, exports, fidelity, report)
 
 
+Write = Callable[[dict[str, Any]], dict[str, Path]]
+"""Writes what was asked for, given the report."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a quantization works on."""
+
+    config: PtqConfig
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path
+    calibration: Calibration
+    device: torch.device
+
+    @property
+    def data(self) -> str:
+        """The calibration in words; empty where codes do not depend on it."""
+        return self.calibration.description if needs_data(self.config) else ""
+
+    def to_codes(self, schemes: dict[str, Scheme], progress: Progress | None) -> tuple[dict[str, Any], Write]:
+        """Pack the model; returns its part of the report, and what writes it."""
+        config, model = self.config, self.model
+        schemes = _mixed(model, schemes, self.calibration, config)
+        reports = quantize_blocks(
+            *(model, schemes, self.calibration.rows, config, self.folder / ".blocks"),
+            device=self.device,
+            progress=progress,
+        )
+        part = {
+            "packed_sha256": packed_sha256(model),
+            "bits_per_weight": _bits_per_weight(model),
+            "layers": [layer.to_dict() for layer in reports],
+        }
+
+        def write(report: dict[str, Any]) -> dict[str, Path]:
+            provenance = self._provenance(report)
+            export = self.folder / "export"
+            return {
+                name: write_layout(name, model, self.tokenizer, export / name, provenance, dtype=_dtype(config))
+                for name in config.formats
+            }
+
+        return part, write
+
+    def to_gguf(self, schemes: dict[str, Scheme], progress: Progress | None) -> tuple[dict[str, Any], Write]:
+        """Write the GGUF file; the model has its values then."""
+        config = self.config
+        importance = None
+        if config.imatrix:
+            importance = input_importance(self.model, self.calibration.rows, config, device=self.device)
+        path = self.folder / "export" / "gguf" / f"{Path(config.model).name}-{config.gguf_type}.gguf"
+        identity = {"base": config.model, "method": describe_ptq(config, ""), "data": self.data}
+        found = quantize_to_gguf(self.model, self.tokenizer, path, importance, config, identity)
+        part = {"bits_per_weight": found.bits_per_weight, "layers": [asdict(tensor) for tensor in found.tensors]}
+        part["notes"] = found.lines()
+        return part, lambda report: {"gguf": path}
+
+    def _provenance(self, report: dict[str, Any]) -> Provenance:
+        fidelity = report["fidelity"]
+        figures = {
+            "perplexity on held-out rows, 16 bits": fidelity["perplexity_original"],
+            "perplexity on held-out rows, quantized": fidelity["perplexity"],
+            "KL(16 bits || quantized), nats a token": fidelity["kl"],
+            "same likeliest token": f"{100 * fidelity['same_token']:.1f} %",
+            "bits a weight, scales included": f"{report['bits_per_weight']:.2f}",
+        }
+        method = describe_ptq(self.config, "")
+        return Provenance(self.config.model, method, self.data, figures, report["packed_sha256"])
+
+
 # ---- which layers, and how
 
 
-def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme]:
+def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme | None]:
     """Name -> scheme of each layer that is quantized, in the model's order; output head and embeddings never are.
 
     raises  UserError naming a layer whose groups do not fit or whose weight is not finite, a model that is packed
@@ -122,6 +192,8 @@ def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme
     chosen = [name for name in names if not any(_fits(name, pattern) for pattern in config.exclude)]
     require(bool(chosen), f"exclude={config.exclude} leaves no layer to quantize")
     _require_share(model, outer, names)
+    if config.method is PtqMethod.gguf:
+        return dict.fromkeys(chosen, None)  # which type a tensor gets is llama.cpp's rule
     scheme = scheme_of(config)
     for name in chosen:
         layer = model.get_submodule(name)
@@ -133,6 +205,11 @@ def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme
             bool(layer.weight.isfinite().all()),
             f"{name}.weight holds inf or nan; the checkpoint is damaged: load another one",
         )
+    shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in chosen}
+    for name in config.formats:
+        require_layout(name, dict.fromkeys(chosen, scheme), shapes)
+        if config.bits_budget is not None:
+            require_layout(name, dict.fromkeys(chosen, scheme_of(config, config.high_codebook)), shapes)
     return dict.fromkeys(chosen, scheme)
 
 
@@ -206,33 +283,6 @@ def _bits_per_weight(model: PreTrainedModel) -> float:
             own -= 16 * scales.numel()
         bits, weights = bits + own, weights + quantized.shape[0] * quantized.shape[1]
     return bits / weights
-
-
-# ---- what is written
-
-
-def _write(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    config: PtqConfig,
-    report: dict[str, Any],
-    *,
-    base: str,
-) -> dict[str, Path]:
-    figures = {
-        "perplexity on held-out rows, 16 bits": report["fidelity"]["perplexity_original"],
-        "perplexity on held-out rows, quantized": report["fidelity"]["perplexity"],
-        "KL(16 bits || quantized), nats a token": report["fidelity"]["kl"],
-        "same likeliest token": f"{100 * report['fidelity']['same_token']:.1f} %",
-        "bits a weight, scales included": f"{report['bits_per_weight']:.2f}",
-    }
-    provenance = Provenance(base, describe_ptq(config, ""), report["data"], figures, report["packed_sha256"])
-    exports = {}
-    for name in config.formats:
-        exports[name] = write_layout(name, model, tokenizer, folder / "export" / name, provenance, dtype=_dtype(config))
-        log.info("export   %s", exports[name])
-    return exports
 
 
 def _dtype(config: PtqConfig) -> torch.dtype | None:

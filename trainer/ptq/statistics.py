@@ -2,7 +2,8 @@
 
     hessian     X^T X, the curvature of the layer's squared error (GPTQ, arXiv:2210.17323, section 3.1)
     cross       X16^T X where the 16-bit model's inputs go beside: what a layer should have multiplied
-    mean_abs    mean |x| of a channel (AWQ, arXiv:2306.00978, section 3.2), absmax its largest (SmoothQuant)
+    mean_abs    mean |x| of a channel (AWQ, arXiv:2306.00978, section 3.2), absmax its largest (SmoothQuant),
+                mean_square (llama.cpp's imatrix)
     sample      some tokens themselves, for methods that round inputs, which no sum of squares describes
 
 Sums over tokens are float32 products of float32 inputs, added in float64 pass by pass: TF32 and bfloat16 would cost the
@@ -23,7 +24,7 @@ class InputStatistics:
     """Of inputs [T, in_features] that were added; every tensor is None before the first.
 
     hessian, cross   [in_features, in_features] float64
-    sum_abs, absmax  [in_features] float64 and float32
+    sum_abs, sum_square, absmax  [in_features] float64, float64 and float32
     sample           [at most SAMPLE_TOKENS, in_features] float32
     """
 
@@ -32,6 +33,7 @@ class InputStatistics:
     hessian: Tensor | None = None
     cross: Tensor | None = None
     sum_abs: Tensor | None = None
+    sum_square: Tensor | None = None
     absmax: Tensor | None = None
     _samples: list[Tensor] = field(default_factory=list)
 
@@ -45,6 +47,7 @@ class InputStatistics:
         self.num_tokens += len(x)
         magnitude = x.abs()
         self.sum_abs = _plus(self.sum_abs, magnitude.sum(0).double())
+        self.sum_square = _plus(self.sum_square, x.square().sum(0).double())
         largest = magnitude.amax(0)
         self.absmax = largest if self.absmax is None else torch.maximum(self.absmax, largest)
         if self.with_hessian:
@@ -63,19 +66,14 @@ class InputStatistics:
         return self.sum_abs / max(1, self.num_tokens)
 
     @property
+    def mean_square(self) -> Tensor:
+        """[in_features] float64"""
+        return self.sum_square / max(1, self.num_tokens)
+
+    @property
     def num_dead(self) -> int:
         """Channels that were 0 at every token."""
         return int((self.absmax == 0).sum())
-
-    def divided_by(self, scale: Tensor) -> None:
-        """What would have been added if every input had been divided by scale [in_features]."""
-        scale = scale.double()
-        self.sum_abs, self.absmax = self.sum_abs / scale, self.absmax / scale.float()
-        self._samples = [sample / scale.float() for sample in self._samples]
-        if self.hessian is not None:
-            self.hessian = self.hessian / scale[:, None] / scale
-        if self.cross is not None:
-            self.cross = self.cross / scale[:, None] / scale
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:
