@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trainer.kernels.codebook4 import CODEBOOKS, normalized_blocks
+from trainer.kernels.codebook4 import BLOCK_SIZES, CODEBOOKS, normalized_blocks
 from trainer.kernels.codebook_bits import FORMATS, pack_bits
 from trainer.kernels.double_quant import dequantize_absmax, quantize_absmax
 from trainer.kernels.int4 import SYMMETRIC_ZERO, int4_scales, pack_int4
@@ -78,11 +78,7 @@ class WeightGrid:
     @classmethod
     def _of_blocks(cls, weight: Tensor, quantizer: Quantizer) -> "WeightGrid":
         rows, cols = weight.shape
-        if cols % quantizer.block_size:
-            raise ValueError(
-                f"blocks of {quantizer.block_size} cross the rows of {cols} features, so that a row's scales are also "
-                "its neighbour's; use a block_size that divides it, or method=rtn"
-            )
+        require_own_rows(quantizer, cols)
         _, absmax = normalized_blocks(weight, quantizer.block_size)
         parts = quantize_absmax(absmax) if quantizer.double_quant else (absmax, None, None)
         decoded = dequantize_absmax(*parts) if quantizer.double_quant else absmax
@@ -134,6 +130,17 @@ class WeightGrid:
         tensors = {"packed": packed, **self.stored, "g_idx": self.g_idx}
         own = {name: tensors.get(name) for name in quantizer.tensor_names}
         return QuantizedTensor(own, self.shape, quantizer)
+
+
+def require_own_rows(quantizer: Quantizer, in_features: int) -> None:
+    """raises  ValueError if blocks cross rows, so that a row has no grid of its own"""
+    if quantizer.block_size is not None and in_features % quantizer.block_size:
+        fitting = [size for size in BLOCK_SIZES if in_features % size == 0]
+        use = f"block_size={' or '.join(map(str, fitting))}, or method=rtn" if fitting else "method=rtn"
+        raise ValueError(
+            f"blocks of {quantizer.block_size} cross the rows of in_features={in_features}, so that a row's scales are "
+            f"also its neighbour's; use {use}"
+        )
 
 
 def _nibbles(flat: Tensor) -> Tensor:

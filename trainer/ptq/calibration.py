@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import ColumnsConfig, DataConfig, DataSource
 from trainer.config.errors import UserError, require
 from trainer.config.ptq import PtqConfig
-from trainer.data.chat import tokenize_rows
-from trainer.data.formats import load_rows
+from trainer.data.formats import Row, load_rows
 from trainer.data.loader import BatchPlan
 
 log = logging.getLogger(__name__)
@@ -86,10 +85,16 @@ def _load(
     kind = DataSource.pydocs if path is None else DataSource.jsonl
     data = DataConfig(kind, path, columns=columns, eval_rows=num_held_out, max_seq_len=config.max_seq_len)
     rows, held_out = load_rows(data, config.seed)
-    return tuple(
-        [list(ids) for ids in tokenize_rows(part, tokenizer, config.max_seq_len)["input_ids"]]
-        for part in (_drawn(rows, num_rows, config.seed), held_out)
-    )
+    drawn = _drawn(rows, num_rows, config.seed)
+    return tuple([_ids(row, tokenizer)[: config.max_seq_len] for row in part] for part in (drawn, held_out))
+
+
+def _ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the model would read; without a chat template, what is said."""
+    if row.messages is not None and tokenizer.chat_template:
+        return tokenizer.apply_chat_template(row.messages, return_dict=True)["input_ids"]
+    text = row.text if row.messages is None else "\n\n".join(turn["content"] for turn in row.messages)
+    return tokenizer(text, verbose=False)["input_ids"]
 
 
 def _drawn(rows: list[T], num_rows: int, seed: int) -> list[T]:

@@ -38,6 +38,7 @@ from trainer.ptq.gguf import input_importance, quantize_to_gguf
 from trainer.ptq.sensitivity import plan_by_sensitivity
 from trainer.qat.packed_model import packed_layers, packed_sha256, scheme_of_layer
 from trainer.qat.scheme import Scheme
+from trainer.quant_grid import require_own_rows
 from trainer.quantizer import Quantizer
 
 log = logging.getLogger(__name__)
@@ -195,10 +196,14 @@ def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme
     if config.method is PtqMethod.gguf:
         return dict.fromkeys(chosen, None)  # which type a tensor gets is llama.cpp's rule
     scheme = scheme_of(config)
+    schemes = [scheme] if config.bits_budget is None else [scheme, scheme_of(config, config.high_codebook)]
     for name in chosen:
         layer = model.get_submodule(name)
         try:
-            scheme.check(layer.in_features)
+            for each in schemes:
+                each.check(layer.in_features)
+                if config.method in (PtqMethod.gptq, PtqMethod.awq):
+                    require_own_rows(each.weight, layer.in_features)
         except ValueError as error:
             raise UserError(f"{name}: {error}") from None
         require(
@@ -207,9 +212,8 @@ def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme
         )
     shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in chosen}
     for name in config.formats:
-        require_layout(name, dict.fromkeys(chosen, scheme), shapes)
-        if config.bits_budget is not None:
-            require_layout(name, dict.fromkeys(chosen, scheme_of(config, config.high_codebook)), shapes)
+        for each in schemes:
+            require_layout(name, dict.fromkeys(chosen, each), shapes)
     return dict.fromkeys(chosen, scheme)
 
 
