@@ -18,7 +18,7 @@ from trainer.linear import QuantLinear
 from trainer.model import load_model
 from trainer.qat.fake_quant import fake_quant_layers
 from trainer.qat.packed_linear import PackedEmbedding, PackedLinear
-from trainer.qat.packed_model import decoded,  packed_layers, packed_sha256
+from trainer.qat.packed_model import decoded, packed_layers, packed_sha256
 from trainer.qat.prepare import calibrate, prepare_qat
 
 TOKEN_IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(0))

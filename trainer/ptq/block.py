@@ -7,8 +7,6 @@ A stage's inputs are computed through the stages before it, which are packed by 
 none is computed twice but those of down. What folds into weights is chosen first, on the block as it was.
 """
 
-import copy
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
@@ -28,8 +26,6 @@ from trainer.ptq.statistics import SAMPLE_TOKENS, InputStatistics
 from trainer.qat.packed_linear import pack_layer
 from trainer.qat.scheme import Scheme
 from trainer.quantizer import QuantizedTensor
-
-log = logging.getLogger(__name__)
 
 FOLD_ROWS = 32
 """Rows of calibration on which factors are searched: a factor has few degrees of freedom."""
@@ -67,19 +63,23 @@ class Streams:
 class BlockQuantizer:
     """The settings of a run, applied to block after block."""
 
-    def __init__(self, decoder: FusedDecoder | None, config: PtqConfig, device: torch.device) -> None:
-        """decoder: None where nothing has to be computed through the blocks"""
+    def __init__(self, decoder: FusedDecoder, config: PtqConfig, device: torch.device) -> None:
         self._decoder, self._config, self._device = decoder, config, device
 
     @torch.no_grad()
     def run(
-        self, index: int, block: nn.Module, schemes: Mapping[str, Scheme], streams: Streams | None
+        self,
+        index: int,
+        block: nn.Module,
+        schemes: Mapping[str, Scheme],
+        streams: Streams,
+        original: nn.Module | None = None,
     ) -> list[LayerReport]:
-        """Pack the layers `schemes` (by their names inside the block), and put both streams behind the block.
+        """Pack the layers `schemes` (by their names inside the block), and put the streams behind the block.
 
-        raises  UserError naming a layer that cannot be quantized so
+        original  a copy of the block, where the 16-bit model's stream goes beside
+        raises    UserError naming a layer that cannot be quantized so
         """
-        original = copy.deepcopy(block) if streams is not None and streams.original is not None else None
         weights = BlockWeights(block)
         if self._config.fold is not Fold.none:
             self._fold(index, weights, schemes, streams)
@@ -88,26 +88,24 @@ class BlockQuantizer:
         for stage, names in enumerate(STAGES):
             own = {name: schemes[name] for name in names if name in schemes}
             statistics = None
-            if streams is not None and (own or stage % 2):
+            if own or stage == 1:
                 statistics = self._observe(index, stage, block, original, streams, attended)
             reports += self._pack(index, weights, own, statistics)
-            if streams is not None and stage % 2:
+            if stage % 2:
                 self._advance(index, stage, block, original, streams, attended)
         return reports
 
     @torch.no_grad()
-    def pass_on(self, index: int, block: nn.Module, streams: Streams) -> None:
-        """Put the quantized stream behind a block that is packed already.
+    def pass_on(self, index: int, block: nn.Module, stream: ActivationStream, *, max_tokens: int) -> None:
+        """Put a stream behind a block that stays as it is."""
 
-        The 16-bit stream needs the block that the codes were made from: see `run`.
-        """
-        for rows in streams.passes():
-            hidden_states = streams.inputs.take(rows, self._device)
-            cu_seqlens = streams.inputs.cu_seqlens(rows, self._device)
+        def forward(hidden_states: Tensor, cu_seqlens: Tensor) -> Tensor:
             for stage in (1, 3):
                 x = self._decoder.projection_input(index, stage, hidden_states, cu_seqlens, layer=block)
                 hidden_states = self._decoder.add_projection(x, stage, hidden_states, block)
-            streams.inputs.put(rows, hidden_states)
+            return hidden_states
+
+        stream.advance(forward, self._device, max_tokens=max_tokens)
 
     # ---- streams
 

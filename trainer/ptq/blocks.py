@@ -5,6 +5,7 @@ own decoder (trainer/fused_decoder.py). Finished blocks are files, so that a run
 rows through the packed blocks and goes on, bit for bit.
 """
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,14 +72,17 @@ def quantize_blocks(
     blocks = model.model.layers
     for index, block in enumerate(blocks):
         began, own = time.monotonic(), block_names(schemes, index)
+        original = copy.deepcopy(block).to(device) if streams.original is not None else None
         found = load_block(folder, index, block, phase=phase)
         block.to(device)
         if found is None:
-            found = quantizer.run(index, block, own, streams)
+            found = quantizer.run(index, block, own, streams, original)
             save_block(folder, index, block, list(own), found, phase=phase)
             _say(index, len(blocks), found, time.monotonic() - began)
         else:
-            quantizer.pass_on(index, block, streams)
+            for stream, module in ((streams.inputs, block), (streams.original, original)):
+                if stream is not None:
+                    quantizer.pass_on(index, module, stream, max_tokens=streams.max_tokens)
         block.cpu()
         reports += found
         if progress is not None:
