@@ -30,7 +30,7 @@ def factor_of(width: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("kind", "heads", "kv_heads"), MODELS)
-(stage, kind, heads, kv_heads):
+def test_the_function_stays(stage, kind, heads, kv_heads):
     model = random_model(kind, heads=heads, kv_heads=kv_heads, hidden_size=16 * heads)
     wanted, block = through_block(model), model.model.layers[0]
     before = {name: block.get_submodule(name).weight.clone() for names in STAGES for name in names}
