@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trainer.compose import read_run_config
 from trainer.config.errors import UserError, require
 from trainer.config.model import DType, ModelConfig, ModelSource, named_model, short_name
+from trainer.config.ptq import REPORT
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.export.adapter import base_plan, put_token_rows, read_identity
 from trainer.export.base_codes import restore_base
@@ -36,8 +37,6 @@ INTEGER_SCHEMES = {
     "int8_dynamic": Scheme.named("int8"),
 }
 """quantization -> the scheme, as quantization-aware training names it."""
-
-PTQ_REPORT = "quantize.json"
 
 Quantization = QuantConfig | Scheme | None
 
@@ -64,7 +63,7 @@ def open_model(config: ServeConfig) -> OpenedModel:
     raises  UserError if it is nothing that can be served
     """
     path = Path(config.model).expanduser()
-    if path.is_dir() and (path / PTQ_REPORT).is_file():
+    if path.is_dir() and (path / REPORT).is_file():
         quantized = named_model(str(path / "export" / "quantized"), DType(config.dtype))
         config.served_model_name = config.served_model_name or path.name
         opened = _open_base(quantized, _scheme(config.quantization), config)
