@@ -82,7 +82,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     print(f"{'export':<34}" + "".join(f"{key:>10}" for key in keys))
     for row in rows:
         if "refused" in row:
-            print(f"{row['work']:<34} refused by vLLM: {row['refused']}")
+            print(f"{row['work']:<34}refused{'' if row['passed'] else ' (FAILED)'}: {row['refused']}")
             continue
         cells = "".join(f"{row[key]:>10.2%}" if key == "greedy" else f"{row[key]:>10.5f}" for key in keys)
         print(f"{row['work']:<34}{cells}{'' if row['passed'] else '   FAILED'}")
@@ -147,7 +147,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         llm = LLM(str(base if lora else folder), **options)
     except Exception as error:  # of another program, whatever it is: it is what we report
-        return {"error": " ".join(str(error).split())[-300:]}
+        return {"error": " ".join(str(error).split("[type=")[0].split())[-300:]}
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
     prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
     outputs = [done.outputs[0] for done in llm.generate(prompts, params, use_tqdm=False, lora_request=lora)]
