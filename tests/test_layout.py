@@ -16,6 +16,13 @@ ALLOWED = {
     "trainer.quantizer": {"trainer.kernels"},
     "trainer.linear": {"trainer.quantizer", "trainer.kernels"},
     "trainer.quant_plan": {"trainer.quantizer"},
+    "trainer.quant_grid": {"trainer.quantizer", "trainer.kernels"},
+    "trainer.ptq": {
+        *("trainer.architecture", "trainer.blockwise", "trainer.config", "trainer.data", "trainer.evaluate"),
+        *("trainer.export", "trainer.formats", "trainer.fused_decoder", "trainer.kernels", "trainer.linear"),
+        *("trainer.metrics", "trainer.model", "trainer.ptq", "trainer.qat", "trainer.quant_grid", "trainer.quant_plan"),
+        "trainer.quantizer",
+    },
     "trainer.lora": {
         "trainer.architecture",
         "trainer.linear",
@@ -51,7 +58,7 @@ ALLOWED = {
     "trainer.architecture": set(),
     "trainer.qat": {
         *("trainer.architecture", "trainer.config", "trainer.kernels", "trainer.linear", "trainer.lora"),
-        *("trainer.qat", "trainer.quantizer"),
+        *("trainer.qat", "trainer.quant_grid", "trainer.quantizer"),
     },
     "trainer.fused_decoder": {
         *("trainer.architecture", "trainer.linear", "trainer.lora", "trainer.qat", "trainer.kernels"),

@@ -134,28 +134,3 @@ def _unit_rows(dense: Tensor) -> Iterator[Tensor]:
 def _random_rows(quantized: Packed, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(PROBE_ROWS, quantized.shape[1], generator=generator).to(quantized.packed.device, dtype)
-
-
-@contextmanager
-def decoded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Dense layers of the same values in the place of packed ones, for an export in 16 bits.
-
-    dtype  of their weights; inputs are no longer rounded
-    """
-    causal_lm, packed = base_model(model), packed_layers(model)
-    try:
-        for name, layer in packed.items():
-            causal_lm.set_submodule(name, _dense(layer, dtype))
-        yield
-    finally:
-        for name, layer in packed.items():
-            causal_lm.set_submodule(name, layer)
-
-
-def _dense(layer: Frozen, dtype: torch.dtype) -> nn.Linear | nn.Embedding:
-    weight = nn.Parameter(layer.quantized.dequantize(dtype), requires_grad=False)
-    if isinstance(layer, PackedEmbedding):
-        return nn.Embedding.from_pretrained(weight)
-    dense = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    dense.weight, dense.bias = weight, layer.bias
-    return dense

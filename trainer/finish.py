@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,12 +22,12 @@ from trainer.agreement import (
     served_logprobs,
 )
 from trainer.architecture import base_model
-from trainer.convert import convert, decoded
-from trainer.export.merged import merged_dtype, write_merged
+from trainer.convert import convert
+from trainer.export.layouts import write_dense
+from trainer.export.merged import merged_dtype
 from trainer.export.quantized import describe_schemes, write_quantized
 from trainer.prepare import PreparedRun
-from trainer.qat.packed_model import packed_layers, packed_sha256, scheme_of_layer
-from trainer.vocabulary import is_tied
+from trainer.qat.packed_model import packed_layers, packed_sha256
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +110,8 @@ def _write(
     """Write the folders; returns the model that was read from disk, or the packed one if none was written."""
     causal_lm = base_model(run.model)
     if "merged" in folders:
-        _write_dense(run, folders["merged"], provenance)
+        dtype = merged_dtype(run.training.config.export)
+        write_dense(causal_lm, run.tokenizer, folders["merged"], dtype=dtype, provenance=provenance)
     if "quantized" not in folders:
         return causal_lm
     kv_cache = run.training.config.qat.kv_cache
@@ -121,30 +120,6 @@ def _write(
     exported.to(run.training.accelerator.device)
     compare("exported", following_logprobs(exported, rows))
     return exported
-
-
-def _write_dense(run: PreparedRun, folder: Path, provenance: dict[str, Any]) -> None:
-    """The values of the codes as plain weights, which any engine reads; read back and compared with the codes."""
-    dtype, model = merged_dtype(run.training.config.export), base_model(run.model)
-    with decoded(model, dtype):
-        write_merged(model, run.tokenizer, folder, dtype=dtype, provenance=provenance)
-    if any(scheme_of_layer(layer).activations is not None for layer in packed_layers(model).values()):
-        log.warning("merged   its inputs are not rounded, as they were in training: another function; serve quantized")
-    left = set(packed_layers(model))
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            for name, layer in packed_layers(model).items():
-                key = f"{name}.weight"
-                if key not in names:
-                    continue
-                left.discard(name)
-                if not torch.equal(file.get_tensor(key), layer.quantized.dequantize(dtype).cpu()):
-                    raise RuntimeError(f"{path} holds other values of {name} than its codes stand for")
-    if is_tied(model):  # the embedding's values stand for both
-        left = {name for name in left if model.get_submodule(name) is not model.get_output_embeddings()}
-    if left:
-        raise RuntimeError(f"{folder} does not hold {', '.join(sorted(left))}, which training rounded")
 
 
 def _recovered(base: float, rounded: float, trained: float) -> float | None:

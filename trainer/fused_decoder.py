@@ -76,6 +76,31 @@ class FusedDecoder:
         layer, window = self._body.layers[index], self._windows[index]
         return _layer(layer, self._decoded, stream, positions, cos_sin, cu_seqlens, window)
 
+    def projection_input(
+        self, index: int, stage: int, stream: Tensor, cu_seqlens: Tensor, *, layer: nn.Module | None = None
+    ) -> Tensor:
+        """What the projections of a stage of layer `index` multiply; for quantizing one stage after the other.
+
+        stage    of `STAGES`
+        stream   [T, hidden_size]: the residual stream before the layer (0, 1) or after its attention (2, 3)
+        layer    another module of the same function to take instead of the model's own
+        returns  [T, in_features]
+        """
+        layer = self._body.layers[index] if layer is None else layer
+        if stage == 0:
+            return _norm(stream, layer.input_layernorm)
+        if stage == 1:
+            positions = document_positions(cu_seqlens, len(stream))
+            cos_sin = self._rotary_table(int(cu_seqlens.diff().max()), stream)
+            return _attended(layer, self._decoded, stream, positions, cos_sin, cu_seqlens, self._windows[index])
+        if stage == 2:
+            return _norm(stream, layer.post_attention_layernorm)
+        return swiglu(_project(stream, _groups(layer)[2], self._decoded, norm=layer.post_attention_layernorm))
+
+    def add_projection(self, x: Tensor, stage: int, stream: Tensor, layer: nn.Module) -> Tensor:
+        """The residual stream [T, hidden_size] with the output of stage 1 or 3 of `layer`, given what it multiplies."""
+        return _project(x, _groups(layer)[stage], self._decoded, residual=stream)
+
     def _rotary_table(self, num_positions: int, like: Tensor) -> Tensor:
         table = self._cos_sin
         if table is None or len(table) < num_positions or table.device != like.device or table.dtype != like.dtype:
@@ -95,10 +120,18 @@ def document_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 Decoded = dict[nn.Module, FrozenWeight]
 
 
+STAGES = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+"""The projections of a layer by name, those of one input together, in the order in which they are computed."""
+
+
 def _groups(layer: nn.Module) -> tuple[list[nn.Module], ...]:
-    """The projections of a layer, those of one input together."""
-    block, mlp = layer.self_attn, layer.mlp
-    return [block.q_proj, block.k_proj, block.v_proj], [block.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]
+    """The modules of `STAGES`."""
+    return tuple([layer.get_submodule(name) for name in names] for names in STAGES)
 
 
 def _decode(layers: nn.ModuleList, budget: int, dtype: torch.dtype) -> Decoded:
@@ -129,9 +162,25 @@ def _layer(
     window: int | None,
 ) -> Tensor:
     """[T, hidden_size] -> [T, hidden_size]"""
+    _, output, gate_and_up, down = _groups(layer)
+    attended = _attended(layer, decoded, stream, positions, cos_sin, cu_seqlens, window)
+    stream = _project(attended, output, decoded, residual=stream)
+    gate_up = _project(stream, gate_and_up, decoded, norm=layer.post_attention_layernorm)
+    return _project(gate_up, down, decoded, with_swiglu=True, residual=stream)
+
+
+def _attended(
+    layer: nn.Module,
+    decoded: Decoded,
+    stream: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cu_seqlens: Tensor,
+    window: int | None,
+) -> Tensor:
+    """[T, hidden_size] -> [T, num_heads * head_dim]: what the output projection multiplies."""
     block = layer.self_attn
-    projections, output, gate_and_up, down = _groups(layer)
-    qkv = _project(stream, projections, decoded, norm=layer.input_layernorm)
+    qkv = _project(stream, _groups(layer)[0], decoded, norm=layer.input_layernorm)
     num_heads = block.config.num_attention_heads
     sizes = {"num_heads": num_heads, "num_kv_heads": block.config.num_key_value_heads, "head_dim": block.head_dim}
     q_norm, k_norm = getattr(block, "q_norm", None), getattr(block, "k_norm", None)
@@ -139,10 +188,7 @@ def _layer(
     qkv = rope(qkv, positions, cos_sin, **sizes, **norms)
     if getattr(block, "int8_kv_cache", False):  # see fake_quantize_kv_cache
         qkv = fake_quant_kv(qkv, **sizes)
-    attended = attention(qkv, cu_seqlens, **sizes, scale=block.scaling, sliding_window=window)
-    stream = _project(attended, output, decoded, residual=stream)
-    gate_up = _project(stream, gate_and_up, decoded, norm=layer.post_attention_layernorm)
-    return _project(gate_up, down, decoded, with_swiglu=True, residual=stream)
+    return attention(qkv, cu_seqlens, **sizes, scale=block.scaling, sliding_window=window)
 
 
 def _project(

@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.qat import QatConfig
-from trainer.convert import convert, decoded
+from trainer.convert import convert
 from trainer.export.quantized import write_quantized
 from trainer.formats.lowbit import open_packed
 from trainer.linear import QuantLinear
 from trainer.model import load_model
 from trainer.qat.fake_quant import fake_quant_layers
 from trainer.qat.packed_linear import PackedEmbedding, PackedLinear
-from trainer.qat.packed_model import packed_layers, packed_sha256
+from trainer.qat.packed_model import decoded, packed_layers, packed_sha256
 from trainer.qat.prepare import calibrate, prepare_qat
 
 TOKEN_IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -29,6 +29,19 @@ class ActivationStream:
             values = torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
         self.values = values.view(-1, width)
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._starts) - 1
+
+    def like(self, width: int) -> "ActivationStream":
+        """An empty one of the same documents in memory, of another width."""
+        lengths = [stop - start for start, stop in zip(self._starts, self._starts[1:], strict=False)]
+        return ActivationStream(lengths, width, self.values.dtype)
+
+    def put(self, rows: Sequence[int], values: Tensor) -> None:
+        """What `take` gives for rows that follow one another becomes values [tokens, width]."""
+        self.values[self._starts[rows[0]] : self._starts[rows[-1] + 1]] = values.to(self.values.device)
+
     @torch.no_grad()
     def fill(self, embedding: nn.Module, rows: Sequence[Sequence[int]]) -> None:
         """Start with the embeddings of each document's token ids."""
@@ -62,6 +75,5 @@ class ActivationStream:
     @torch.no_grad()
     def advance(self, block: Callable[[Tensor, Tensor], Tensor], device: torch.device, *, max_tokens: int) -> None:
         """Put `block(hidden_states, cu_seqlens)` in the place of each document's hidden states."""
-        for rows in self.passes(range(len(self._starts) - 1), max_tokens):
-            output = block(self.take(rows, device), self.cu_seqlens(rows, device))
-            self.values[self._starts[rows[0]] : self._starts[rows[-1] + 1]] = output.cpu()
+        for rows in self.passes(range(self.num_rows), max_tokens):
+            self.put(rows, block(self.take(rows, device), self.cu_seqlens(rows, device)))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from trainer.config.errors import require
+from trainer.config.errors import UserError, require
 
 
 class ModelSource(StrEnum):
@@ -62,3 +62,37 @@ class ModelConfig:
                     self.path is None,
                     f"{key} has no effect with a {self.source.value} model; use model=hub, model=folder or model=gguf",
                 )
+
+
+def named_model(model: str, dtype: DType = DType.auto) -> ModelConfig:
+    """Where the model that a command's `model=...` names comes from.
+
+    model   a Hugging Face folder, a .gguf file, org/name on the hub, smollm2_135m or tiny
+    raises  UserError if it is none of them
+    """
+    path = Path(model).expanduser()
+    if model in ("smollm2_135m", "bundled"):
+        return ModelConfig(ModelSource.bundled, dtype=dtype)
+    if model == "tiny":
+        return ModelConfig(ModelSource.tiny, dtype=dtype)
+    if path.is_dir():
+        require(
+            (path / "config.json").is_file(),
+            f"model={model} holds no config.yaml (a run), adapter_config.json (an adapter) or config.json (a model)",
+        )
+        return ModelConfig(ModelSource.folder, str(path), dtype=dtype)
+    if path.suffix == ".gguf":
+        return ModelConfig(ModelSource.gguf, str(path), dtype=dtype)
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return ModelConfig(ModelSource.hub, model, dtype=dtype)
+    raise UserError(
+        f"model={model} is no folder; give a run folder, an export folder, a Hugging Face folder, a .gguf file, "
+        "org/name on the hub, smollm2_135m or tiny"
+    )
+
+
+def short_name(config: ModelConfig) -> str:
+    """What a model is called where there is no path: smollm2_135m, tiny, the folder's or file's own name."""
+    if config.source is ModelSource.bundled:
+        return "smollm2_135m"
+    return "tiny" if config.source is ModelSource.tiny else Path(config.path).stem

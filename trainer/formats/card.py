@@ -6,6 +6,8 @@ from pathlib import Path
 from trainer.config.errors import require
 
 FORMATS = {
+    "quantized": "lowbit's own layout",
+    "merged": "16 bits",
     "gptq": "GPTQ's layout",
     "awq": "AWQ's GEMM layout",
     "compressed-tensors": "the layout of compressed-tensors",
@@ -29,7 +31,7 @@ def write_card(
     figures: dict[str, float | int | str],
     format_name: str,
 ) -> None:
-    """Write the card of a folder that `write_gptq`, `write_awq`, `write_compressed_tensors` or `write_bnb` wrote.
+    """Write the card of a folder that one of trainer/export/layouts.py wrote.
 
     base         the 16-bit model, org/name where it has one
     method       how codes were chosen, as the beginning of a sentence
@@ -40,20 +42,35 @@ def write_card(
     """
     require(format_name in FORMATS, f"format={format_name}; cards are written for {', '.join(FORMATS)}")
     identity = json.loads((folder / "lowbit.json").read_text())[format_name]
+    elsewhere = (
+        ""
+        if format_name == "quantized"
+        else _ELSEWHERE.format(
+            needs=_NEEDS.get(format_name, "`pip install transformers`"),
+            load=_DEQUANTIZE if format_name == "compressed-tensors" else _LOAD,
+        )
+    )
     (folder / "README.md").write_text(
         _CARD.format(
             base=base,
             method=f"{method}, on {data}" if data else method,
             layout=FORMATS[format_name],
+            library="lowbit" if format_name == "quantized" else "transformers",
             tag=format_name,
-            num_layers=identity["num_packed_layers"],
-            rounded=_rounded_text(identity),
+            layers=_layers_text(format_name, identity),
             table=_table(figures),
-            needs=_NEEDS[format_name],
-            load=_DEQUANTIZE if format_name == "compressed-tensors" else _LOAD,
+            elsewhere=elsewhere,
         ),
         encoding="utf-8",
     )
+
+
+def _layers_text(format_name: str, identity: dict[str, object]) -> str:
+    if format_name == "merged":
+        return "Each weight has the value that its code stands for."
+    if format_name == "quantized":
+        return f"The hash of its codes is `{identity['packed_sha256']}`."
+    return f"{identity['num_packed_layers']} layers are codes. {_rounded_text(identity)}"
 
 
 def _rounded_text(identity: dict[str, object]) -> str:
@@ -80,18 +97,7 @@ _DEQUANTIZE = """from transformers import AutoModelForCausalLM, AutoTokenizer, C
 # dequantize=True reads one scheme for all layers; leave it out where config.json has several config groups
 config = CompressedTensorsConfig(dequantize=True)
 model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="auto", quantization_config=config)"""
-_CARD = """---
-library_name: transformers
-base_model: {base}
-base_model_relation: quantized
-tags: [lowbit, {tag}]
----
-# {base}, quantized
-
-{method}, with lowbit, in {layout}: {num_layers} layers are codes. {rounded}
-
-{table}
-With transformers ({needs}):
+_ELSEWHERE = """With transformers ({needs}):
 
 ```python
 {load}
@@ -104,7 +110,19 @@ With vLLM:
 vllm serve <this folder>
 ```
 
-Here:
+"""
+_CARD = """---
+library_name: {library}
+base_model: {base}
+base_model_relation: quantized
+tags: [lowbit, {tag}]
+---
+# {base}, quantized
+
+{method}, with lowbit, in {layout}. {layers}
+
+{table}
+{elsewhere}Here:
 
 ```
 python -m trainer.serve model=<this folder>

@@ -21,10 +21,10 @@ from trainer.kernels.fake_quant import (
     fake_quant_learned_gradient,
 )
 from trainer.kernels.float_grids import FloatGrid, FloatWeight
-from trainer.kernels.int4 import int4_codes, int4_scales, pack_int4
-from trainer.kernels.int8 import int8_quantize
+from trainer.kernels.int4 import int4_codes, pack_int4
 from trainer.qat.rounding import initial_soft_rounding, rectified_sigmoid, rectified_sigmoid_gradient, rounding_noise
 from trainer.qat.scheme import ScaleInit, grid_of
+from trainer.quant_grid import scales_of
 from trainer.quantizer import QuantizedTensor, Quantizer
 
 MIN_SCALE = 2.0**-23
@@ -220,15 +220,6 @@ class PerLayer:
 
 def _of_each(rows: Tensor, scale: Tensor) -> Tensor:
     return scale.detach().clamp(min=MIN_SCALE).expand(len(rows), 1).contiguous()
-
-
-def scales_of(weight: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
-    """The scales and zero points that `quantizer.quantize(weight)` has; [out_features, groups] float32 and uint8."""
-    grid, span = grid_of(quantizer), quantizer.span(weight.shape[1])
-    if quantizer.codebook == "int8":
-        return int8_quantize(weight, group_size=span, scale_dtype=grid.scale_dtype).scales, None
-    options = {"symmetric": grid.symmetric, "divisor": grid.divisor, "scale_dtype": grid.scale_dtype}
-    return int4_scales(weight, group_size=span, **options)
 
 
 def packed_on_scales(weight: Tensor, scales: Tensor, zeros: Tensor | None, quantizer: Quantizer) -> QuantizedTensor:

@@ -1,12 +1,14 @@
 """The layers of a model that are codes: which they are, how they multiply, and their hash."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from trainer.architecture import base_model
-from trainer.qat.packed_linear import Packed
+from trainer.qat.packed_linear import Packed, PackedEmbedding
 from trainer.qat.scheme import Scheme
 
 
@@ -33,3 +35,28 @@ def scheme_of_layer(layer: nn.Module) -> Scheme:
     """How a layer multiplies its codes; a QuantLinear takes inputs as they are."""
     scheme = getattr(layer, "scheme", None)
     return Scheme(layer.quantized.quantizer) if scheme is None else scheme
+
+
+@contextmanager
+def decoded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Dense layers of the same values in the place of packed ones, for an export in 16 bits.
+
+    dtype  of their weights; inputs are no longer rounded
+    """
+    causal_lm, packed = base_model(model), packed_layers(model)
+    try:
+        for name, layer in packed.items():
+            causal_lm.set_submodule(name, _dense(layer, dtype))
+        yield
+    finally:
+        for name, layer in packed.items():
+            causal_lm.set_submodule(name, layer)
+
+
+def _dense(layer: nn.Module, dtype: torch.dtype) -> nn.Linear | nn.Embedding:
+    weight = nn.Parameter(layer.quantized.dequantize(dtype), requires_grad=False)
+    if isinstance(layer, PackedEmbedding):
+        return nn.Embedding.from_pretrained(weight)
+    dense = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    dense.weight, dense.bias = weight, layer.bias
+    return dense

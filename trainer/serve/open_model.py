@@ -1,6 +1,7 @@
 """From `model=...` to a module, a tokenizer and the adapter that belongs to them.
 
 a run folder        config.yaml: the base as it was trained, with export/adapter over it, or export/quantized
+what quantize.py wrote   quantize.json: export/quantized
 an adapter folder   adapter_config.json: the base it names, packed as lowbit.json says
 a Hugging Face folder, a .gguf file, org/name, smollm2_135m, tiny
 a module in memory  as it is
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.compose import read_run_config
 from trainer.config.errors import UserError, require
-from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.config.model import DType, ModelConfig, ModelSource, named_model, short_name
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.export.adapter import base_plan, put_token_rows, read_identity
 from trainer.export.base_codes import restore_base
@@ -35,6 +36,8 @@ INTEGER_SCHEMES = {
     "int8_dynamic": Scheme.named("int8"),
 }
 """quantization -> the scheme, as quantization-aware training names it."""
+
+PTQ_REPORT = "quantize.json"
 
 Quantization = QuantConfig | Scheme | None
 
@@ -61,12 +64,16 @@ def open_model(config: ServeConfig) -> OpenedModel:
     raises  UserError if it is nothing that can be served
     """
     path = Path(config.model).expanduser()
-    if path.is_dir() and (path / "config.yaml").is_file():
+    if path.is_dir() and (path / PTQ_REPORT).is_file():
+        quantized = named_model(str(path / "export" / "quantized"), DType(config.dtype))
+        config.served_model_name = config.served_model_name or path.name
+        opened = _open_base(quantized, _scheme(config.quantization), config)
+    elif path.is_dir() and (path / "config.yaml").is_file():
         opened = _open_run(path, config)
     elif path.is_dir() and (path / "adapter_config.json").is_file():
         opened = _open_adapter(path, config)
     else:
-        opened = _open_base(_model_config(config.model, path, config), _scheme(config.quantization), config)
+        opened = _open_base(named_model(config.model, DType(config.dtype)), _scheme(config.quantization), config)
     for item in config.adapters:
         name, _, folder = item.partition("=")
         require(name not in opened.adapters, f"adapters names {name} twice; give each its own name")
@@ -102,7 +109,7 @@ def _open_adapter(folder: Path, config: ServeConfig) -> OpenedModel:
     require(
         bool(base), f"{folder}/adapter_config.json names no base model; serve the base and load the adapter over it"
     )
-    base_config = _model_config(base, Path(base), config)
+    base_config = named_model(base, DType(config.dtype))
     quant, name = _scheme(config.quantization), folder.resolve().name
     return _open_base(base_config, quant, config, adapter=folder, adapter_name=name)
 
@@ -142,7 +149,7 @@ def _open_base(
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)  # Triton launches on the current device, wherever the tensors are
         module.to(device)
-    name = config.served_model_name or _name(model_config)
+    name = config.served_model_name or short_name(model_config)
     if adapter is None:
         return OpenedModel(module, tokenizer, name, {}, base_sha256=sha256)
     if (adapter / "tokenizer_config.json").is_file():
@@ -164,38 +171,10 @@ def _fake_quantize(module: PreTrainedModel, scheme: Scheme) -> None:
         raise UserError(f"{error}; or use quantization=nf4") from None
 
 
-def _model_config(model: str, path: Path, config: ServeConfig) -> ModelConfig:
-    dtype = DType(config.dtype)
-    if model in ("smollm2_135m", "bundled"):
-        return ModelConfig(ModelSource.bundled, dtype=dtype)
-    if model == "tiny":
-        return ModelConfig(ModelSource.tiny, dtype=dtype)
-    if path.is_dir():
-        require(
-            (path / "config.json").is_file(),
-            f"model={model} holds no config.yaml (a run), adapter_config.json (an adapter) or config.json (a model)",
-        )
-        return ModelConfig(ModelSource.folder, str(path), dtype=dtype)
-    if path.suffix == ".gguf":
-        return ModelConfig(ModelSource.gguf, str(path), dtype=dtype)
-    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        return ModelConfig(ModelSource.hub, model, dtype=dtype)
-    raise UserError(
-        f"model={model} is no folder; give a run folder, an export folder, a Hugging Face folder, a .gguf file, "
-        "org/name on the hub, smollm2_135m or tiny"
-    )
-
-
 def _scheme(quantization: str | None) -> Quantization:
     if quantization in INTEGER_SCHEMES:
         return INTEGER_SCHEMES[quantization]
     return None if quantization in (None, "none") else QuantConfig(Codebook(quantization))
-
-
-def _name(config: ModelConfig) -> str:
-    if config.source is ModelSource.bundled:
-        return "smollm2_135m"
-    return "tiny" if config.source is ModelSource.tiny else Path(config.path).stem
 
 
 def eos_token_ids(opened: OpenedModel) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from trainer.sources.hf_folder import byte_level_tokenizer, split_digits
 
-DIGIT_SPLITTING = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+DIGIT_SPLITTING = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
 """Values of tokenizer.ggml.pre for which llama.cpp (src/llama-vocab.cpp) splits off digits, then splits as GPT-2."""
 
 _LAYER_NAMES = {

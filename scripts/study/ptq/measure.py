@@ -1,0 +1,191 @@
+"""One cell of the study, measured through quantize.py's own path: settings, folder, and what the folder answers."""
+
+import ctypes
+import math
+import os
+import shutil
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from study.cell import Cell
+from study.ptq.cells import CALIBRATION_FILE, TEST_FILE
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trainer import LLM, SamplingParams
+from trainer.config.errors import UserError
+from trainer.config.model import DType, ModelConfig, ModelSource, named_model
+from trainer.config.ptq import PtqConfig
+from trainer.data.pydocs import load_questions
+from trainer.evaluate.fidelity import Original, PromptMatch
+from trainer.formats.gguf_write import write_gguf
+from trainer.model import load_model
+from trainer.ptq.run import quantize
+from trainer.settings import read_settings
+
+
+def measure(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
+    """The figures of a cell; `folder` is emptied first and removed at the end.
+
+    data  holds WikiText-2's validation and test text
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    began = time.monotonic()
+    figures = {"16bit": _original, "ptq": _quantized, "llama": _in_llama}[cell.kind](cell, data, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return {**figures, "cell_s": time.monotonic() - began, "threads": torch.get_num_threads()}
+
+
+# ---- kinds of cells
+
+
+def _original(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
+    """The 16-bit model against itself: what 0 looks like."""
+    model, tokenizer = _load(cell)
+    return _compared(model, tokenizer, cell, data, folder.parent)
+
+
+def _quantized(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
+    """What quantize.py wrote, opened as the server opens it."""
+    settings = [
+        *(f"model={cell.sizes['model']}", f"dtype={_dtype(cell)}", f"data={data / CALIBRATION_FILE}"),
+        *(f"rows={cell.sizes['rows']}", f"max_seq_len={cell.sizes['row_len']}", "eval_rows=4"),
+        *(f"output_dir={folder}", f"seed={cell.seed}", *cell.overrides),
+    ]
+    given = {setting.partition("=")[0]: setting for setting in settings}  # of two for one key the cell's own counts
+    result = quantize(read_settings(PtqConfig, list(given.values())))
+    source = ModelConfig(ModelSource.folder, str(result.exports["quantized"]), dtype=DType(_dtype(cell)))
+    model, tokenizer = load_model(source)
+    report = result.report
+    errors = [layer["output_error"] for layer in report["layers"] if layer["output_error"] is not None]
+    return {
+        **{name: report[name] for name in ("seconds", "peak_memory_bytes", "bits_per_weight", "packed_sha256")},
+        "output_error": sum(errors) / len(errors) if errors else None,
+        "notes": [f"{layer['name']}: {layer['note']}" for layer in report["layers"] if layer["note"]],
+        **_compared(model, tokenizer, cell, data, folder.parent),
+    }
+
+
+def _in_llama(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
+    """A GGUF file, read by llama.cpp, whose products round their inputs to 8 bits for most types."""
+    kind, maker = cell.overrides
+    folder.mkdir(parents=True)
+    model, tokenizer = _load(cell)
+    path = folder / f"{kind}.gguf"
+    began = time.monotonic()
+    if maker == "llama.cpp":
+        plain = folder / "F16.gguf"
+        write_gguf(model, tokenizer, plain, gguf_type="F16")
+        began = time.monotonic()
+        _quantize_in_llama(plain, path, kind)
+    elif maker == "imatrix":
+        settings = [
+            *(f"model={cell.sizes['model']}", f"dtype={_dtype(cell)}", f"data={data / CALIBRATION_FILE}"),
+            *(f"rows={cell.sizes['rows']}", f"max_seq_len={cell.sizes['row_len']}", "eval_rows=4", "method=gguf"),
+            *(f"output_dir={folder}", f"gguf_type={kind}"),
+        ]
+        path = quantize(read_settings(PtqConfig, settings)).exports["gguf"]
+    else:
+        write_gguf(model, tokenizer, path, gguf_type=kind)
+    seconds, size = time.monotonic() - began, path.stat().st_size
+    figures = _llama_figures(path, _windows(cell, data, tokenizer))
+    return {"seconds": seconds, "file_bytes": size, **figures}
+
+
+# ---- parts
+
+
+def _dtype(cell: Cell) -> str:
+    return "float32" if cell.sizes["model"] == "tiny" else "bfloat16"
+
+
+def _load(cell: Cell) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_model(named_model(cell.sizes["model"], DType(_dtype(cell))))
+
+
+def _windows(cell: Cell, data: Path, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """[windows, window_len] int64, from the start of the test text; each is read without what stands before it."""
+    count, length = cell.sizes["windows"], cell.sizes["window_len"]
+    text = (data / TEST_FILE).read_text(encoding="utf-8")[: 16 * count * length]  # no token of text has 16 characters
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if len(ids) < count * length:
+        raise UserError(f"{data / TEST_FILE} has {len(ids)} tokens; {count} windows need {count * length}")
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def _compared(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cell: Cell, data: Path, kept: Path
+) -> dict[str, Any]:
+    """Fidelity on the windows, and how many answers are the 16-bit model's.
+
+    kept  folder where what the 16-bit model says is kept for the next cell
+    """
+    original, answers = _reference(cell, _windows(cell, data, tokenizer), kept)
+    figures = original.compare(model).to_dict()
+    match = asdict(PromptMatch.of(answers, _answers(model, tokenizer, cell)))
+    return {**figures, "exact": match["exact"], "mean_common": match["mean_common"]}
+
+
+def _reference(cell: Cell, windows: Tensor, kept: Path) -> tuple[Original, list[list[int]]]:
+    """What the 16-bit model says, computed by the first cell that asks."""
+    sizes = "_".join(str(cell.sizes[name]) for name in ("model", "windows", "window_len", "prompts", "answer_len"))
+    path = kept / f"original_{sizes}.pt"
+    model, tokenizer = _load(cell)
+    if not path.is_file():
+        kept.mkdir(parents=True, exist_ok=True)
+        states = Original.of(model, list(windows)).states
+        partial = path.with_suffix(f".{os.getpid()}")
+        torch.save((states, _answers(model, tokenizer, cell)), partial)
+        os.replace(partial, path)
+    states, answers = torch.load(path)
+    head = model.get_output_embeddings().weight.detach().clone()
+    return Original(states, head, list(windows)), answers
+
+
+def _answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cell: Cell) -> list[list[int]]:
+    """Greedy answers to held-out questions, through the server."""
+    count = cell.sizes["prompts"]
+    prompts = [question.prompt for question in load_questions(eval_rows=count)[1][:count]]
+    llm = LLM(model, tokenizer, max_model_len=512, kv_cache_memory_bytes=1 << 28)
+    sampling = SamplingParams(temperature=0, max_tokens=cell.sizes["answer_len"])
+    outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], sampling)
+    llm.close()
+    return [list(output.choices[0].token_ids) for output in outputs]
+
+
+# ---- llama.cpp
+
+
+def _quantize_in_llama(source: Path, path: Path, kind: str) -> None:
+    """llama.cpp's own quantizer, without an importance matrix."""
+    import llama_cpp
+
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    settings.nthread = torch.get_num_threads()
+    failed = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(settings))
+    if failed:
+        raise RuntimeError(f"llama.cpp could not quantize {source} to {kind}: {failed}")
+
+
+def _llama_figures(path: Path, windows: Tensor) -> dict[str, float]:
+    """Perplexity of llama.cpp over the windows."""
+    from llama_cpp import Llama
+
+    llama = Llama(
+        str(path), n_ctx=windows.shape[1], n_batch=windows.shape[1], logits_all=True, verbose=False,
+        n_threads=torch.get_num_threads(), n_threads_batch=torch.get_num_threads(),
+    )  # fmt: skip
+    loss = 0.0
+    for window in windows.tolist():
+        llama.reset()
+        llama.eval(window)
+        logits = torch.from_numpy(llama.scores[: len(window) - 1])
+        for part, targets in zip(logits.split(256), torch.tensor(window[1:]).split(256), strict=True):
+            loss -= part.log_softmax(-1).gather(1, targets[:, None]).double().sum().item()
+    count = windows.shape[0] * (windows.shape[1] - 1)
+    return {"perplexity": math.exp(loss / count), "llama_cpp": version("llama-cpp-python")}

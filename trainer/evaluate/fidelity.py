@@ -1,0 +1,147 @@
+"""Fidelity: how far a quantized model is from the one that it was made from, on the same tokens and prompts.
+
+Teacher forced: both models read the same rows and are asked for each next token. The original's hidden states are kept
+and not its logits, which would be a hundred times as much; a chunk of positions has both models' logits at a time.
+
+    perplexity   of each; it can be equal while answers differ
+    kl           KL(original || quantized) of the next token, nats: the mean, and what 1 % of the positions exceed
+    same_token   share of positions whose likeliest token is the same
+    flips        share of positions where the original's likeliest token is the text's and the quantized model's is not,
+                 and the reverse (Accuracy is Not All You Need, arXiv:2407.09141)
+
+Greedy: `PromptMatch` compares whole answers, token by token.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainer.objective import NextTokenLoss
+from trainer.qat.fake_quant import head_operands
+
+CHUNK = 256
+"""Positions whose logits are held at a time."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Figures over all positions that have a next token; see the module.
+
+    tokens  how many there were
+    """
+
+    tokens: int
+    perplexity_original: float
+    perplexity: float
+    kl: float
+    kl_99: float
+    same_token: float
+    right_to_wrong: float
+    wrong_to_right: float
+
+    @property
+    def flips(self) -> float:
+        """Positions that changed sides."""
+        return self.right_to_wrong + self.wrong_to_right
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Original:
+    """What a model says of rows, kept to compare others with."""
+
+    def __init__(self, states: list[Tensor], head: Tensor, rows: list[Tensor]) -> None:
+        self.states, self.head, self.rows = states, head, rows
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: nn.Module, rows: Sequence[Sequence[int]]) -> "Original":
+        """rows: token ids, at least two each; the model stays as it is
+
+        raises  ValueError for a model whose output head is more than a product
+        """
+        objective = NextTokenLoss(model.eval())
+        if not objective.fused_head:
+            raise ValueError("the output head does more than one product; its logits cannot be computed in chunks")
+        ids = [torch.as_tensor(row) for row in rows]
+        states, head = [], None
+        for row in ids:
+            x, head = _operands(objective, row)
+            states.append(x)
+        return cls(states, head.clone(), ids)
+
+    @torch.inference_mode()
+    def compare(self, model: nn.Module) -> Fidelity:
+        """The figures of a model that was made from the original and has its vocabulary."""
+        objective = NextTokenLoss(model.eval())
+        sums, divergences = torch.zeros(5, dtype=torch.float64), []
+        for row, wanted_x in zip(self.rows, self.states, strict=True):
+            x, head = _operands(objective, row)
+            for start in range(0, len(row) - 1, CHUNK):
+                part = slice(start, start + CHUNK)
+                targets = row[1:][part, None].to(x.device)
+                ours, wanted = _log_probs(x[part], head), _log_probs(wanted_x[part], self.head)
+                divergences.append((wanted.exp() * (wanted - ours)).sum(1).double().cpu())
+                sums += _sums(ours, wanted, targets)
+        kl = torch.cat(divergences)
+        loss, loss_original, same, broken, mended = (sums / len(kl)).tolist()
+        return Fidelity(
+            *(len(kl), math.exp(loss_original), math.exp(loss), kl.mean().item(), torch.quantile(kl, 0.99).item()),
+            *(same, broken, mended),
+        )
+
+
+def _operands(objective: NextTokenLoss, row: Tensor) -> tuple[Tensor, Tensor]:
+    """What the output head multiplies at all positions but the last, and the head."""
+    row = row.to(next(objective.parameters()).device)
+    cu_seqlens = torch.tensor([0, len(row)], dtype=torch.int32, device=row.device)
+    positions = torch.arange(len(row) - 1, device=row.device)
+    return head_operands(objective.head, objective.hidden_states(row, cu_seqlens, positions))
+
+
+def _log_probs(hidden_states: Tensor, weight: Tensor) -> Tensor:
+    return (hidden_states @ weight.T).float().log_softmax(1)
+
+
+def _sums(ours: Tensor, wanted: Tensor, targets: Tensor) -> Tensor:
+    """Losses of both, equal likeliest tokens, right ones that became wrong, wrong ones that became right; [5]"""
+    first, wanted_first = ours.argmax(1, keepdim=True), wanted.argmax(1, keepdim=True)
+    right, was_right = first == targets, wanted_first == targets
+    parts = [
+        -ours.gather(1, targets),
+        -wanted.gather(1, targets),
+        first == wanted_first,
+        was_right & ~right,
+        right & ~was_right,
+    ]
+    return torch.stack([part.double().sum() for part in parts]).cpu()
+
+
+@dataclass(frozen=True)
+class PromptMatch:
+    """Greedy answers of two models to the same prompts.
+
+    exact         share of prompts whose answers are equal, token by token
+    mean_common   mean share of an answer up to the first token that differs
+    """
+
+    prompts: int
+    exact: float
+    mean_common: float
+
+    @classmethod
+    def of(cls, original: Sequence[Sequence[int]], quantized: Sequence[Sequence[int]]) -> "PromptMatch":
+        """Token ids of the answers, in the order of the prompts."""
+        common = [_common(a, b) for a, b in zip(original, quantized, strict=True)]
+        exact = [list(a) == list(b) for a, b in zip(original, quantized, strict=True)]
+        return cls(len(exact), sum(exact) / len(exact), sum(common) / len(common))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> float:
+    longest = max(len(a), len(b))
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return same / longest if longest else 1.0
