@@ -259,12 +259,12 @@ def test_the_card_of_the_merged_model_holds_the_figures(result):
     assert "rounded once to float32, which left 100.0 % of it" in card.replace("\n", " ")
 
 
-def test_a_packed_checkpoint_is_no_model_to_start_from(result, tmp_path):
-    """transformers opens a merged_4bit folder; we would read its bytes as weights."""
+def test_dense_weights_that_are_called_packed_are_no_model(result, tmp_path):
+    """A config that says of 16-bit weights that they are codes."""
     config = json.loads((result.exports["merged"] / "config.json").read_text())
     folder = tmp_path / "packed"
     shutil.copytree(result.exports["merged"], folder)
     quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    with pytest.raises(UserError, match="is quantized already; its packed layers cannot be trained, merged or served"):
+    with pytest.raises(UserError, match="says that it is quantized with bitsandbytes, and no layer of it is packed"):
         load_model(ModelConfig(ModelSource.folder, str(folder)))

@@ -20,6 +20,7 @@ from trainer.formats.awq import write_awq
 from trainer.formats.bnb import write_bnb
 from trainer.formats.compressed_tensors import write_compressed_tensors
 from trainer.formats.gptq import write_gptq
+from trainer.formats.open_quantized import open_foreign
 from trainer.quantizer import Quantizer
 
 ROWS = Quantizer("int4", group_size=-1, scale_dtype="float16", symmetric=False)
@@ -62,6 +63,18 @@ def test_transformers_opens_compressed_tensors(case: str, kind: str, tmp_path) -
         assert torch.equal(weight, ours[name].quantized.dequantize(torch.float32)), name
     # The same weights in the same program.
     assert torch.equal(logits(theirs), logits(dequantized(model)))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_bfloat16_is_bfloat16(symmetric: bool, tmp_path) -> None:
+    """Scales of 16 bits, and weights in 16 bits: rounded once there and here."""
+    pytest.importorskip("compressed_tensors", reason="the library that opens the format")
+    model = pack(dense_model(dtype=torch.bfloat16), Quantizer("int4", scale_dtype="bfloat16", symmetric=symmetric))
+    assert write_compressed_tensors(model, tokenizer(), tmp_path / "out").figures == {}
+    options = {"dtype": torch.bfloat16, "quantization_config": CompressedTensorsConfig(dequantize=True)}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options)
+    for name, layer in layers_of(model).items():
+        assert torch.equal(theirs.get_submodule(name).weight, layer.quantized.dequantize(torch.bfloat16)), name
 
 
 @pytest.mark.parametrize("inputs", ["token", "tensor"])
@@ -121,6 +134,24 @@ def test_transformers_opens_bitsandbytes(codebook: str, double_quant: bool, tmp_
         assert torch.equal(decoded, layer.quantized.dequantize(torch.float32)), name
     # In train mode bitsandbytes decodes and multiplies: float32 sums of the same terms in another order.
     assert torch.allclose(logits(theirs), logits(model), atol=1e-4)
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_what_bitsandbytes_wrote(double_quant: bool, tmp_path) -> None:
+    dense_model().save_pretrained(tmp_path / "dense")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    options = {"dtype": torch.float32, "device_map": "cpu", "quantization_config": config}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", **options)
+    theirs.save_pretrained(tmp_path / "packed")
+    opened = open_foreign(tmp_path / "packed", torch.float32)
+    ours = pack(dense_model(), Quantizer("nf4", double_quant=double_quant))
+    assert layers_of(opened).keys() == layers_of(ours).keys()
+    assert torch.equal(logits(opened), logits(ours))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from trainer.config.errors import require
 from trainer.config.export import ExportConfig
 from trainer.config.model import DType
 from trainer.formats.hf_folder import (
+    PACKED,
     SHARD_BYTES,
     active_adapters,
     num_weights,
@@ -30,7 +31,6 @@ from trainer.formats.hf_folder import (
     write_identity,
     write_model,
 )
-from trainer.linear import QuantLinear
 from trainer.lora import LoraLinear
 
 
@@ -149,7 +149,7 @@ def _base_weight(name: str, layer: nn.Module) -> Tensor:
     on SmolLM2-135M (updates of 0.7 % of the weight's norm) 99.5 % of the update were left, 95.4 % in the worst layer;
     from float32 values 99.9 % and 99.4 %.
     """
-    if isinstance(layer, QuantLinear):
+    if isinstance(layer, PACKED):
         return layer.quantized.dequantize(torch.float32)
     require(
         isinstance(layer, nn.Linear),

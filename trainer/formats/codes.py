@@ -7,6 +7,7 @@ them in 16 bits, and a float32 scale that is rounded moves each weight of its gr
 """
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,7 +270,10 @@ def write_codes(
     def render(name: str, layer: nn.Module) -> dict[str, Tensor]:
         return tensors(name, layer) if name in layers.packed else {"weight": _decoded(name, layer, layout, dtype)}
 
-    with whole_folder(folder, needs_bytes=num_weights(model) * 2) as partial:
+    packed = [layer.quantized for layer in layers.packed.values()]
+    num_dense = num_weights(model) - sum(math.prod(quantized.shape) for quantized in packed)
+    needs_bytes = num_dense * dtype.itemsize + sum(quantized.nbytes for quantized in packed)
+    with whole_folder(folder, needs_bytes=needs_bytes) as partial:
         write_model(
             *(model, tokenizer, partial, render),
             dtype=dtype,
