@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 AS_TRAINED = "as_trained"
 GGUF_CHOICES = (*FILE_TYPES, AS_TRAINED)
 FLOAT16_MAX = 65504.0
+_ERROR_ROWS = 4096
+"""Rows that are decoded at a time to measure what rounding lost: embeddings are the largest tensors."""
 _PACKED = (QuantLinear, PackedLinear, PackedEmbedding)
 
 
@@ -392,8 +394,10 @@ def _write_tensors(
             rows = encode(dense, type_name, weight.layer, importance=(importance or {}).get(weight.layer))
             if type_name != "F32":
                 error = squares.setdefault(kind_of(name), [0.0, 0.0])
-                error[0] += float((_decode(rows, type_name, dense.shape[1]) - dense).square().sum(dtype=torch.float64))
-                error[1] += float(dense.square().sum(dtype=torch.float64))
+                for part, values in zip(rows.split(_ERROR_ROWS), dense.split(_ERROR_ROWS), strict=True):
+                    lost = _decode(part, type_name, dense.shape[1]) - values
+                    error[0] += float(lost.square().sum(dtype=torch.float64))
+                    error[1] += float(values.square().sum(dtype=torch.float64))
         file.write(to_pairs(rows, weight.heads))
     report.errors = {kind: (error / total) ** 0.5 for kind, (error, total) in squares.items() if error}
 
