@@ -14,7 +14,8 @@ ALLOWED = {
     "trainer.settings": {"trainer.config"},
     "trainer.compose": {"trainer.config", "trainer.settings"},
     "trainer.quantizer": {"trainer.kernels"},
-    "trainer.linear": {"trainer.quantizer", "trainer.kernels"},
+    "trainer.resident": set(),
+    "trainer.linear": {"trainer.quantizer", "trainer.kernels", "trainer.resident"},
     "trainer.quant_plan": {"trainer.quantizer"},
     "trainer.lora": {
         "trainer.architecture",
@@ -75,8 +76,8 @@ ALLOWED = {
     },
     "trainer.serve": {
         *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.export", "trainer.kernels"),
-        *("trainer.linear", "trainer.lora", "trainer.model", "trainer.qat", "trainer.quantizer", "trainer.serve"),
-        *("trainer.settings", "trainer.vocabulary"),
+        *("trainer.linear", "trainer.lora", "trainer.model", "trainer.qat", "trainer.quantizer", "trainer.resident"),
+        *("trainer.serve", "trainer.settings", "trainer.vocabulary"),
     },
     "trainer.evaluate": {
         *("trainer.architecture", "trainer.config", "trainer.data", "trainer.evaluate", "trainer.figures"),
