@@ -261,6 +261,8 @@ def decoder_from_module(
     _log_decoded([linear for layer in layers for linear in layer.linears])
     output = model.get_output_embeddings()
     head = pack_linear(_table("lm_head", output, config.dtype), dtype=config.dtype)
+    screen = pack_greedy_head(head) if screen_greedy and output.bias is None else None
+    release_free_memory()  # what packing took
     return Decoder(
         config,
         _table("embed_tokens", body.embed_tokens, config.dtype),
@@ -269,7 +271,7 @@ def decoder_from_module(
         head,
         None if output.bias is None else output.bias.detach(),
         cos_sin,
-        pack_greedy_head(head) if screen_greedy and output.bias is None else None,
+        screen,
     )
 
 
@@ -287,7 +289,6 @@ def _layers(
         if sum(weight.nbytes for weight in waiting) >= PLACED_BYTES or index + 1 == len(modules):
             place_linears(waiting)
             waiting.clear()
-    release_free_memory()
     return layers
 
 
