@@ -37,7 +37,7 @@ ALLOWED = {
     },
     "trainer.finish": {
         *("trainer.agreement", "trainer.architecture", "trainer.convert", "trainer.export", "trainer.prepare"),
-        *("trainer.qat", "trainer.vocabulary"),
+        *("trainer.qat", "trainer.resident", "trainer.vocabulary"),
     },
     "trainer.model": {
         *("trainer.config", "trainer.linear", "trainer.lora", "trainer.qat", "trainer.quant_plan"),
@@ -86,6 +86,11 @@ ALLOWED = {
     "trainer.blockwise": {
         *("trainer.blockwise", "trainer.config", "trainer.data", "trainer.fused_decoder"),
         *("trainer.linear", "trainer.objective", "trainer.qat", "trainer.quantizer"),
+    },
+    "trainer.plan": {
+        *("trainer.architecture", "trainer.config", "trainer.kernels", "trainer.linear", "trainer.lora"),
+        *("trainer.model", "trainer.plan", "trainer.prepare", "trainer.qat", "trainer.quant_plan"),
+        *("trainer.quantizer", "trainer.serve", "trainer.sources"),
     },
     "trainer.loop": {
         *("trainer.checkpoint", "trainer.config", "trainer.data", "trainer.metrics", "trainer.objective"),
