@@ -47,6 +47,7 @@ class OpenedModel:
 
     adapters     name -> folder, to load at start; the first one of a run or adapter folder is the default
     base_sha256  the hash that an adapter's lowbit.json must name
+    disposable   nobody else has the module: the engine takes it apart while it is built, and holds no weight twice
     """
 
     module: nn.Module
@@ -55,6 +56,7 @@ class OpenedModel:
     adapters: dict[str, str]
     default_adapter: str | None = None
     base_sha256: str = ""
+    disposable: bool = False
 
 
 def open_model(config: ServeConfig) -> OpenedModel:
@@ -77,6 +79,7 @@ def open_model(config: ServeConfig) -> OpenedModel:
         name, _, folder = item.partition("=")
         require(name not in opened.adapters, f"adapters names {name} twice; give each its own name")
         opened.adapters[name] = folder
+    opened.disposable = True
     if config.tokenizer is not None:
         opened.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
     return opened
