@@ -22,7 +22,7 @@ ALLOWED = {
         *("trainer.architecture", "trainer.blockwise", "trainer.config", "trainer.data", "trainer.evaluate"),
         *("trainer.export", "trainer.formats", "trainer.fused_decoder", "trainer.kernels", "trainer.linear"),
         *("trainer.metrics", "trainer.model", "trainer.ptq", "trainer.qat", "trainer.quant_grid", "trainer.quant_plan"),
-        "trainer.quantizer",
+        *("trainer.quantizer", "trainer.resident"),
     },
     "trainer.layout_of_run": {
         *("trainer.compose", "trainer.config", "trainer.export", "trainer.formats", "trainer.model", "trainer.run"),
