@@ -1,0 +1,66 @@
+"""scripts/study_ptq.py: a quick study from the first cell to the document."""
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT
+
+SCRIPT = ROOT / "scripts" / "study_ptq.py"
+CELLS = "16bit,rtn_int4_g32,rtn_int8,gptq_int4_g32,smoothquant,int8_dynamic"
+GGUF = ",gguf_Q4_0,gguf-llama.cpp_Q4_0" if importlib.util.find_spec("llama_cpp") else ""
+
+
+def study(*arguments: str | Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the results of a cell of every kind."""
+    folder = tmp_path_factory.mktemp("study")
+    done = study("--quick", "--work", folder, "--only", CELLS + GGUF, "--jobs", "1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder
+
+
+def test_every_cell_has_its_figures(work: Path) -> None:
+    records = {r["name"]: r for r in map(json.loads, (work / "results.jsonl").read_text().splitlines())}
+    assert not [record for record in records.values() if "error" in record]
+    exact = records["16bit"]
+    assert (exact["kl"], exact["same_token"], exact["exact"]) == (0, 1, 1)
+    for name in ("rtn_int4_g32", "gptq_int4_g32", "smoothquant", "int8_dynamic"):
+        assert 0 < records[name]["kl"] < 0.1 and 4 < records[name]["bits_per_weight"] < 9
+    assert records["gptq_int4_g32"]["kl"] < records["rtn_int4_g32"]["kl"]
+    assert records["gptq_int4_g32"]["output_error"] > 0
+    hashes = {records[name]["packed_sha256"] for name in ("rtn_int4_g32", "gptq_int4_g32", "smoothquant")}
+    assert len(hashes) == 3
+    if GGUF:  # the same blocks, whoever rounds
+        assert records["gguf_Q4_0"]["perplexity"] == pytest.approx(records["gguf-llama.cpp_Q4_0"]["perplexity"])
+
+
+def test_the_document_has_every_table(work: Path, tmp_path: Path) -> None:
+    report = ("--quick", "--work", work, "--report", "--docs", tmp_path)
+    assert study(*report).returncode == 0
+    path = tmp_path / "quality_ptq.md"
+    text = path.read_text()
+    for heading in ("Four bits", "Eight bits", "Bars", *(["GGUF"] if GGUF else [])):
+        assert f"## {heading}\n" in text
+    assert "| INT4 g32: method=gptq |" in text and "hqq_int4_g32" in text  # not measured
+    assert text.count("| yes |") + text.count("| **no** |") == (4 if GGUF else 3)
+    path.write_text(text + "\nWhy: by hand.\n")
+    assert study(*report).returncode == 0 and path.read_text() == text + "\nWhy: by hand.\n"
+
+
+def test_shares_are_of_what_rounding_lost(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    records, cells, report = map(importlib.import_module, ("study.records", "study.ptq.cells", "study.ptq.report"))
+    results = report.Results(records.Records(work / "results.jsonl"), cells.QUICK)
+    for name, perplexity in {"16bit": 20.0, "rtn_int4_g32": 30.0, "gptq_int4_g32": 22.5}.items():
+        results.by_name[name] = {"perplexity": perplexity}
+    assert results.recovered("gptq_int4_g32") == 0.75 and results.recovered("rtn_int4_g32") is None
