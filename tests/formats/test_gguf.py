@@ -33,7 +33,8 @@ from trainer.formats.gguf_mix import FILE_TYPES, MixedModel, tensor_types
 from trainer.formats.gguf_names import head_counts, to_gguf_name, to_halves, to_hf_name, to_pairs
 from trainer.formats.gguf_packed import from_blocks, to_blocks
 from trainer.formats.gguf_read import read_gguf, read_gguf_codes
-from trainer.formats.gguf_write import GgufReport, write_gguf
+from trainer.formats.gguf_report import GgufReport
+from trainer.formats.gguf_write import write_gguf
 from trainer.linear import quantize_linears
 from trainer.qat.fake_quant import FakeQuantLinear
 from trainer.qat.packed_linear import PackedEmbedding, PackedLinear

@@ -7,109 +7,35 @@ before it gets its name.
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from gguf import GGML_QUANT_VERSION, GGUFReader, GGUFWriter, LlamaFileType
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.config.errors import UserError, require
-from trainer.formats.gguf_config import add_architecture, architecture_of, require_writable, rope_factors
+from trainer.formats.gguf_config import add_architecture, architecture_of
 from trainer.formats.gguf_file import GgufFile, TensorEntry, gguf_file
 from trainer.formats.gguf_mix import FILE_TYPES, FLOATS, MixedModel, TensorType, tensor_types
-from trainer.formats.gguf_names import BIASED, ROPE_FACTORS, head_counts, kind_of, to_gguf_name, to_pairs, turned_heads
+from trainer.formats.gguf_names import head_counts, kind_of, to_pairs
 from trainer.formats.gguf_packed import exact_type, to_blocks
 from trainer.formats.gguf_read import QUANTIZERS, codes_of
+from trainer.formats.gguf_report import GgufReport, TensorReport
 from trainer.formats.gguf_tokenizer import add_tokenizer, describe_tokenizer
+from trainer.formats.gguf_weights import AS_TRAINED, Weight, weights_of
 from trainer.kernels.gguf_quants import gguf_dequantize, gguf_quantize
-from trainer.linear import QuantLinear
-from trainer.qat.packed_linear import PackedEmbedding, PackedLinear
+from trainer.qat.packed_linear import PackedLinear
 from trainer.qat.packed_model import packed_sha256
 from trainer.quantizer import QuantizedTensor
-from trainer.vocabulary import is_tied
 
 log = logging.getLogger(__name__)
 
-AS_TRAINED = "as_trained"
-GGUF_CHOICES = (*FILE_TYPES, AS_TRAINED)
 FLOAT16_MAX = 65504.0
 _ERROR_ROWS = 4096
 """Rows that are decoded at a time to measure what rounding lost: embeddings are the largest tensors."""
-_PACKED = (QuantLinear, PackedLinear, PackedEmbedding)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorReport:
-    """A matrix of the file.
-
-    name      in the file; layer: Hugging Face's name
-    wanted    the type that was asked for; got: the one that it has
-    reason    why got is another one, or why codes were not taken over
-    """
-
-    name: str
-    layer: str
-    wanted: str
-    got: str
-    num_weights: int
-    reason: str = ""
-
-
-@dataclass(slots=True)
-class GgufReport:
-    """What was written.
-
-    tensors  the matrices, in the file's order
-    errors   kind of tensor (`attn_q`, `token_embd`) -> |w' - w| / |w| over all layers, where weights were rounded
-    notes    what llama.cpp does differently
-    """
-
-    path: Path
-    gguf_type: str
-    pre: str
-    tensors: list[TensorReport] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def num_weights(self) -> int:
-        """Weights in matrices."""
-        return sum(tensor.num_weights for tensor in self.tensors)
-
-    @property
-    def fallbacks(self) -> list[TensorReport]:
-        """Matrices that have another type than was asked for."""
-        return [tensor for tensor in self.tensors if tensor.wanted != tensor.got]
-
-    @property
-    def fallback_share(self) -> float:
-        """Their share of the weights."""
-        return sum(tensor.num_weights for tensor in self.fallbacks) / max(1, self.num_weights)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Of the whole file, metadata included."""
-        return 8 * self.path.stat().st_size / max(1, self.num_weights)
-
-    def lines(self) -> list[str]:
-        """For a log or a model card."""
-        lines = [
-            f"{self.path.name}: {self.gguf_type}, {self.path.stat().st_size / 1e6:.1f} MB, "
-            f"{self.bits_per_weight:.2f} bits a weight, tokenizer {self.pre}"
-        ]
-        changes: dict[tuple[str, str, str, str], int] = {}
-        for tensor in self.fallbacks:
-            key = kind_of(tensor.name), tensor.wanted, tensor.got, tensor.reason
-            changes[key] = changes.get(key, 0) + tensor.num_weights
-        for (kind, wanted, got, reason), num_weights in changes.items():
-            share = 100 * num_weights / self.num_weights
-            lines.append(f"{kind}: {got} instead of {wanted}, {share:.1f} % of the weights ({reason})")
-        lines += [f"{kind}: relative error {error:.2g}" for kind, error in self.errors.items()]
-        return lines + self.notes
 
 
 def write_gguf(
@@ -134,7 +60,7 @@ def write_gguf(
     raises      UserError with the reason if llama.cpp would compute something else; RuntimeError if the file that was
                 read back differs
     """
-    weights = _weights(model, gguf_type, requantize)
+    weights = weights_of(model, gguf_type, requantize=requantize)
     _check_importance(importance, weights)
     described = describe_tokenizer(tokenizer, model, pre=pre)
     report = GgufReport(Path(path), gguf_type, described.pre)
@@ -154,107 +80,7 @@ def write_gguf(
     return report
 
 
-# ---- what the model holds
-
-
-@dataclass(frozen=True, slots=True)
-class _Weight:
-    """A tensor of the model.
-
-    owner    a packed layer, or the dense tensor itself
-    layer    Hugging Face's name without .weight or .bias
-    heads    heads whose rows are reordered, or None
-    """
-
-    owner: nn.Module | Tensor
-    layer: str
-    shape: tuple[int, ...]
-    heads: int | None
-
-    @property
-    def quantized(self) -> Any:
-        """Codes and scales; None for floats."""
-        return None if isinstance(self.owner, Tensor) else self.owner.quantized
-
-    def dense(self) -> Tensor:
-        """float32, on the CPU, in the model's order of rows; raises UserError if it holds inf or nan."""
-        tensor = self.owner if isinstance(self.owner, Tensor) else self.owner.quantized.dequantize(torch.float32)
-        tensor = tensor.detach().float().cpu()
-        require(
-            bool(torch.isfinite(tensor).all()), f"{self.layer} holds inf or nan; a model that diverged is not written"
-        )
-        return tensor
-
-
-def _weights(model: PreTrainedModel, gguf_type: str, requantize: bool) -> dict[str, _Weight]:
-    """GGUF name -> what stands there; raises UserError if the model cannot be written."""
-    require(gguf_type in GGUF_CHOICES, f"gguf_type={gguf_type}; use one of {', '.join(GGUF_CHOICES)}")
-    require(
-        not hasattr(model, "peft_config"),
-        "a model with an adapter over it is no plain model; merge the adapter first, or write it with "
-        "write_gguf_adapter",
-    )
-    require_writable(model.config)
-    architecture, heads = architecture_of(model.config), head_counts(model.config)
-    weights: dict[str, _Weight] = {}
-    for name, owner, shape in _tensors(model):
-        gguf_name = to_gguf_name(name)
-        biased = gguf_name is not None and (gguf_name.endswith(".weight") or kind_of(gguf_name) in BIASED[architecture])
-        require(biased, f"{name} has no place in a GGUF file of {architecture}; export the model in 16 bits instead")
-        weights[gguf_name] = _Weight(
-            owner, name.rpartition(".")[0], shape, turned_heads(gguf_name, architecture, **heads)
-        )
-    factors = rope_factors(model)
-    if factors is not None:
-        weights[ROPE_FACTORS] = _Weight(factors, "rope_freqs", tuple(factors.shape), None)
-    packed = [weight.layer for weight in weights.values() if weight.quantized is not None]
-    require(
-        not packed or requantize or gguf_type == AS_TRAINED,
-        f"gguf_type={gguf_type} would round the {len(packed)} packed layers a second time ({packed[:1]}); use "
-        f"gguf_type={AS_TRAINED} for their codes, or requantize=True",
-    )
-    require(
-        bool(packed) or gguf_type != AS_TRAINED,
-        f"gguf_type={AS_TRAINED}, and no layer of the model is packed; use one of {', '.join(FILE_TYPES)}",
-    )
-    return weights
-
-
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module | Tensor, tuple[int, ...]]]:
-    """Name, owner and shape of each tensor of the file, in the model's order; a tied head is left out."""
-    head = model.get_output_embeddings()
-    tied = _is_tied_head(model)
-    for prefix, module in model.named_modules():
-        if module is head and tied:
-            continue
-        if isinstance(module, _PACKED):
-            yield f"{prefix}.weight", module, tuple(module.quantized.shape)
-        else:
-            require(
-                not hasattr(type(module), "quantized"),
-                f"{prefix} is still trained through the quantizer; convert the model first",
-            )
-        for name, tensor in module.named_parameters(recurse=False):
-            require(
-                tensor.is_floating_point() and tensor.dim() <= 2,
-                f"{prefix}.{name} holds {tensor.dtype} {tuple(tensor.shape)} of another library "
-                f"({type(module).__name__}); load the model in 16 bits",
-            )
-            yield f"{prefix}.{name}", tensor, tuple(tensor.shape)
-
-
-def _is_tied_head(model: PreTrainedModel) -> bool:
-    """Whether the head is the embedding, in what it holds and not only in the config."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not is_tied(model) or isinstance(head, _PACKED) != isinstance(embedding, _PACKED):
-        return False
-    if not isinstance(head, _PACKED):
-        return head.weight is embedding.weight or torch.equal(head.weight, embedding.weight)
-    pairs = zip(head.quantized.tensors.values(), embedding.quantized.tensors.values(), strict=False)
-    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
-
-
-def _check_importance(importance: Mapping[str, Tensor] | None, weights: Mapping[str, _Weight]) -> None:
+def _check_importance(importance: Mapping[str, Tensor] | None, weights: Mapping[str, Weight]) -> None:
     columns = {weight.layer: weight.shape[1] for weight in weights.values() if len(weight.shape) == 2}
     for layer, values in (importance or {}).items():
         require(
@@ -271,7 +97,7 @@ def _check_importance(importance: Mapping[str, Tensor] | None, weights: Mapping[
 
 
 def _types(
-    model: PreTrainedModel, weights: Mapping[str, _Weight], gguf_type: str, has_importance: bool, report: GgufReport
+    model: PreTrainedModel, weights: Mapping[str, Weight], gguf_type: str, has_importance: bool, report: GgufReport
 ) -> dict[str, TensorType]:
     """The type of each tensor; matrices go into the report."""
     reasons: dict[str, str] = {}
@@ -296,7 +122,7 @@ def _types(
     return types
 
 
-def _exact(weight: _Weight, name: str, reasons: dict[str, str]) -> TensorType:
+def _exact(weight: Weight, name: str, reasons: dict[str, str]) -> TensorType:
     """The type of a tensor that is written as it is; `reasons` learns why codes are not taken over."""
     if len(weight.shape) < 2:
         return TensorType("F32", "F32")
@@ -317,7 +143,7 @@ def _file_type(gguf_type: str, report: GgufReport) -> LlamaFileType:
     return FILE_TYPES[max(sizes, key=sizes.__getitem__)][1]
 
 
-def _notes_on_inputs(weights: Mapping[str, _Weight]) -> list[str]:
+def _notes_on_inputs(weights: Mapping[str, Weight]) -> list[str]:
     rounding = [
         weight.layer
         for weight in weights.values()
@@ -349,7 +175,7 @@ def _add_general(
 def _add_origin(
     writer: GGUFWriter,
     model: PreTrainedModel,
-    weights: Mapping[str, _Weight],
+    weights: Mapping[str, Weight],
     gguf_type: str,
     types: Mapping[str, TensorType],
     importance: Mapping[str, Tensor] | None,
@@ -379,7 +205,7 @@ def _add_origin(
 
 def _write_tensors(
     file: GgufFile,
-    weights: Mapping[str, _Weight],
+    weights: Mapping[str, Weight],
     types: Mapping[str, TensorType],
     importance: Mapping[str, Tensor] | None,
     report: GgufReport,
@@ -437,7 +263,7 @@ def _on_cpu(quantized: QuantizedTensor) -> QuantizedTensor:
 
 
 def _compare_codes(
-    reader: GGUFReader, path: Path, weights: Mapping[str, _Weight], types: Mapping[str, TensorType]
+    reader: GGUFReader, path: Path, weights: Mapping[str, Weight], types: Mapping[str, TensorType]
 ) -> None:
     """raises  RuntimeError if a layer's codes or scales are not in the file"""
     codes = codes_of(reader, path)
