@@ -15,7 +15,8 @@ from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.ptq import EXPORTS, REPORT
 from trainer.export.layouts import Provenance, write_layout
 from trainer.formats.gguf_lora import write_gguf_adapter
-from trainer.formats.gguf_write import AS_TRAINED, write_gguf
+from trainer.formats.gguf_weights import AS_TRAINED
+from trainer.formats.gguf_write import write_gguf
 from trainer.model import load_model
 from trainer.run import export_run
 

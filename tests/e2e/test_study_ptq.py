@@ -52,7 +52,9 @@ def test_the_document_has_every_table(work: Path, tmp_path: Path) -> None:
     for heading in ("Four bits", "Eight bits", "Bars", *(["GGUF"] if GGUF else [])):
         assert f"## {heading}\n" in text
     assert "| INT4 g32: method=gptq |" in text and "hqq_int4_g32" in text  # not measured
-    assert text.count("| yes |") + text.count("| **no** |") == (4 if GGUF else 3)
+    assert text.count("| yes |") + text.count("| **no** |") == (
+        5 if GGUF else 4
+    )  # symmetric, asymmetric, static, dynamic
     path.write_text(text + "\nWhy: by hand.\n")
     assert study(*report).returncode == 0 and path.read_text() == text + "\nWhy: by hand.\n"
 

@@ -28,7 +28,8 @@ from trainer.formats.awq import write_awq
 from trainer.formats.bnb import write_bnb
 from trainer.formats.card import write_card
 from trainer.formats.compressed_tensors import write_compressed_tensors
-from trainer.formats.gguf_write import AS_TRAINED, write_gguf
+from trainer.formats.gguf_weights import AS_TRAINED
+from trainer.formats.gguf_write import write_gguf
 from trainer.formats.gptq import write_gptq
 from trainer.qat.packed_model import decoded, packed_layers, packed_sha256, scheme_of_layer
 from trainer.qat.scheme import Scheme

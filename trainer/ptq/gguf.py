@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.config.ptq import PtqConfig
 from trainer.formats.gguf_read import read_gguf
-from trainer.formats.gguf_write import GgufReport, write_gguf
+from trainer.formats.gguf_report import GgufReport
+from trainer.formats.gguf_write import write_gguf
 from trainer.fused_decoder import STAGES, FusedDecoder
 from trainer.ptq.blocks import open_streams, require_blocks
 from trainer.ptq.statistics import InputStatistics
