@@ -2,7 +2,7 @@
 
 For a stage of a block with weights W_l [out, in] that share inputs X, of which H = X^T X is known:
 
-    s(r)  = mean|X|^r, or mean|X|^r / mean|W|^(1 - r)       r on a grid of 20, scaled so that max s * min s = 1
+    s(r)  = mean|X|^r, or mean|X|^r / mean|W|^(1 - r)       r on a grid of 10, scaled so that max s * min s = 1
     loss  = sum over l of ||(W_l - Q(W_l diag(s)) diag(1/s)) X||^2
 
 and of each group of a weight the clip, as a share of its largest weight, with the smallest error of the group's own
@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.quant_grid import WeightGrid
 from trainer.quantizer import QuantizedTensor, Quantizer
 
-RATIOS = tuple(i / 20 for i in range(20))
+RATIOS = tuple(i / 10 for i in range(10))
 CLIPS = tuple(1 - i / 20 for i in range(11))
 
 
