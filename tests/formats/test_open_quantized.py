@@ -290,10 +290,25 @@ def test_the_card(tmp_path) -> None:
     write_card(tmp_path / "out", **options, format_name="gptq")
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\nbase_model: org/name\n")
-    assert "Rounded to nearest, on WikiText-2, with lowbit, in GPTQ's layout: 14 layers are codes." in card
+    assert "Rounded to nearest, on WikiText-2, with lowbit, in GPTQ's layout. 14 layers are codes." in card
     assert "Scales were rounded to float16" in card and "| perplexity | 21.4300 |\n| size, MB | 12 |" in card
     for command in ("AutoModelForCausalLM.from_pretrained", "vllm serve", "python -m trainer.serve model="):
         assert command in card
-    with pytest.raises(UserError, match="format=marlin; cards are written for gptq, awq, compressed-tensors"):
+    with pytest.raises(UserError, match="format=marlin; cards are written for quantized, merged, gptq, awq"):
         write_card(tmp_path / "out", **options, format_name="marlin")
-    assert set(FORMATS) == set(READERS)
+    assert set(FORMATS) == {*READERS, "quantized", "merged"}
+
+
+def test_the_card_says_what_others_do_not_read(tmp_path) -> None:
+    """vLLM has dropped act-order, and reads no zero points of GPTQ; transformers dequantizes by one scheme."""
+    options = {"base": "org/name", "method": "Rounded", "data": "", "figures": {}}
+    write_gptq(pack(dense_model(), ASYM), tokenizer(), tmp_path / "asym")
+    write_card(tmp_path / "asym", **options, format_name="gptq")
+    card = (tmp_path / "asym" / "README.md").read_text()
+    assert "not this folder" in card and "vllm serve" not in card
+    for case, dequantizes in (("compressed-tensors", True), ("compressed-tensors, several", False)):
+        write, quantizer, more = CASES[case]
+        write(pack(dense_model(), quantizer, **more), tokenizer(), tmp_path / case, dtype=torch.float32)
+        write_card(tmp_path / case, **options, format_name="compressed-tensors")
+        card = (tmp_path / case / "README.md").read_text()
+        assert ("dequantize=True" in card) == dequantizes and "vllm serve" in card
