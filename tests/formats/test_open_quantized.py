@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.formats.packed import (
     ASYM,
@@ -23,6 +25,7 @@ from tests.formats.packed import (
 from trainer import LLM, finetune, load_config
 from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.export.merged import write_merged
 from trainer.formats.awq import write_awq
 from trainer.formats.bnb import write_bnb
 from trainer.formats.card import FORMATS, write_card
@@ -114,6 +117,23 @@ def test_packed_heads_and_embeddings_are_written_dense(tmp_path, caplog) -> None
     assert torch.allclose(logits(opened), logits(model), atol=1e-5)  # the head's product is another kernel's
     assert torch.equal(opened.model.embed_tokens.weight, model.model.embed_tokens.weight)
     assert "lm_head is written dense" in caplog.text
+    write_merged(model, tokenizer(), tmp_path / "dense", dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    assert torch.equal(plain.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert torch.equal(plain.lm_head.weight, model.lm_head.quantized.dequantize(torch.float32))
+    assert torch.allclose(logits(plain), logits(model), atol=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_codes_that_are_stored_as_they_are_multiplied_are_not_copied(tmp_path) -> None:
+    """INT8 and bitsandbytes' codes lie in the mapped file."""
+    write_bnb(pack(dense_model(), Quantizer("nf4")), tokenizer(), tmp_path / "out", dtype=torch.float32)
+    opened = open_foreign(tmp_path / "out", torch.float32)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    file = str((tmp_path / "out" / "model.safetensors").resolve())
+    ranges = [[int(end, 16) for end in entry[0].split("-")] for entry in maps if entry[-1] == file]
+    for tensor in (layers_of(opened)["model.layers.0.mlp.up_proj"].packed, opened.model.embed_tokens.weight):
+        assert any(first <= tensor.data_ptr() < last for first, last in ranges)
 
 
 # ---- what other tools write
