@@ -14,14 +14,18 @@ ALLOWED = {
     "trainer.settings": {"trainer.config"},
     "trainer.compose": {"trainer.config", "trainer.settings"},
     "trainer.quantizer": {"trainer.kernels"},
-    "trainer.linear": {"trainer.quantizer", "trainer.kernels"},
+    "trainer.resident": set(),
+    "trainer.linear": {"trainer.quantizer", "trainer.kernels", "trainer.resident"},
     "trainer.quant_plan": {"trainer.quantizer"},
     "trainer.quant_grid": {"trainer.quantizer", "trainer.kernels"},
     "trainer.ptq": {
         *("trainer.architecture", "trainer.blockwise", "trainer.config", "trainer.data", "trainer.evaluate"),
         *("trainer.export", "trainer.formats", "trainer.fused_decoder", "trainer.kernels", "trainer.linear"),
         *("trainer.metrics", "trainer.model", "trainer.ptq", "trainer.qat", "trainer.quant_grid", "trainer.quant_plan"),
-        "trainer.quantizer",
+        *("trainer.quantizer", "trainer.resident"),
+    },
+    "trainer.layout_of_run": {
+        *("trainer.compose", "trainer.config", "trainer.export", "trainer.formats", "trainer.model", "trainer.run"),
     },
     "trainer.lora": {
         "trainer.architecture",
@@ -49,7 +53,7 @@ ALLOWED = {
     },
     "trainer.finish": {
         *("trainer.agreement", "trainer.architecture", "trainer.convert", "trainer.export", "trainer.prepare"),
-        *("trainer.qat", "trainer.vocabulary"),
+        *("trainer.qat", "trainer.resident", "trainer.vocabulary"),
     },
     "trainer.model": {
         *("trainer.config", "trainer.formats", "trainer.linear", "trainer.lora", "trainer.qat"),
@@ -89,7 +93,7 @@ ALLOWED = {
     "trainer.serve": {
         *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.export", "trainer.formats"),
         *("trainer.kernels", "trainer.linear", "trainer.lora", "trainer.model", "trainer.qat"),
-        *("trainer.quantizer", "trainer.serve", "trainer.settings", "trainer.vocabulary"),
+        *("trainer.quantizer", "trainer.resident", "trainer.serve", "trainer.settings", "trainer.vocabulary"),
     },
     "trainer.evaluate": {
         *("trainer.architecture", "trainer.config", "trainer.data", "trainer.evaluate", "trainer.figures"),
@@ -98,6 +102,11 @@ ALLOWED = {
     "trainer.blockwise": {
         *("trainer.blockwise", "trainer.config", "trainer.data", "trainer.fused_decoder"),
         *("trainer.linear", "trainer.objective", "trainer.qat", "trainer.quantizer"),
+    },
+    "trainer.plan": {
+        *("trainer.architecture", "trainer.config", "trainer.kernels", "trainer.linear", "trainer.lora"),
+        *("trainer.model", "trainer.plan", "trainer.prepare", "trainer.qat", "trainer.quant_plan"),
+        *("trainer.quantizer", "trainer.serve", "trainer.sources"),
     },
     "trainer.loop": {
         *("trainer.checkpoint", "trainer.config", "trainer.data", "trainer.metrics", "trainer.objective"),

@@ -28,6 +28,7 @@ from trainer.export.merged import merged_dtype
 from trainer.export.quantized import describe_schemes, write_quantized
 from trainer.prepare import PreparedRun
 from trainer.qat.packed_model import packed_layers, packed_sha256
+from trainer.resident import release_free_memory
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def finish_qat(run: PreparedRun, folders: dict[str, Path], provenance: dict[str,
     trained, trained_sha256 = following_logprobs(run.model, rows), packed_sha256(run.model)
     through_cache = int8_cache_logprobs(run.model, rows) if kv_cache else trained
     convert(run.model)
+    release_free_memory()  # what training took, before models are read back and served
     if packed_sha256(run.model) != trained_sha256:
         raise RuntimeError(f"converting changed the codes {trained_sha256[:12]} that training multiplied")
     causal_lm = base_model(run.model)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainer.kernels.frozen_weight import FrozenWeight
 from trainer.kernels.lora_linear import Adapter, lora_linear
 from trainer.quantizer import QuantizedTensor, Quantizer
+from trainer.resident import release_file_pages
 
 
 class QuantLinear(nn.Module):
@@ -97,7 +98,8 @@ def quantize_linears(
     """Replace each nn.Linear of `model` by a QuantLinear, in place; `skip` (modules) stays as it is.
 
     quantizer  of all layers, or a function from a layer's name to its own
-    pack       called once a layer, in the model's order; the dense weight is freed when the next layer's turn comes
+    pack       called once a layer, in the model's order; the dense weight is freed when the next layer's turn comes,
+               and its pages at once where it is mapped from a file
     raises     ValueError naming the layer if its weight holds inf or nan, or is not divided by the groups
     """
     num_layers = num_quantized = quantized_bytes = 0
@@ -110,6 +112,7 @@ def quantize_linears(
             raise ValueError(f"{name}.weight: {error}") from None
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, QuantLinear(quantized, layer.bias))
+        release_file_pages(layer.weight.detach())
         num_layers += 1
         num_quantized += quantized.shape[0] * quantized.shape[1]
         quantized_bytes += quantized.nbytes

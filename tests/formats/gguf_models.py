@@ -155,7 +155,8 @@ def random_ids(model: PreTrainedModel, count: int = 40) -> list[int]:
 def open_llama(path: Path, **options: Any) -> Any:
     """The file in llama.cpp, keys and values in float32; skips without the package."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled on installation: extra [bench]")
-    settings = {"n_ctx": MAX_POSITIONS, "n_threads": 1, "n_batch": MAX_POSITIONS, "logits_all": True, "verbose": False}
+    settings = {"n_ctx": MAX_POSITIONS, "n_batch": MAX_POSITIONS, "logits_all": True, "verbose": False}
+    settings |= {"n_threads": 1, "n_threads_batch": 1}  # they spin while they wait for one another
     settings |= {
         "yarn_beta_fast": -1.0,
         "yarn_beta_slow": -1.0,

@@ -35,6 +35,7 @@ from trainer.formats.gguf_packed import from_blocks, to_blocks
 from trainer.formats.gguf_read import read_gguf, read_gguf_codes
 from trainer.formats.gguf_write import GgufReport, write_gguf
 from trainer.linear import quantize_linears
+from trainer.qat.fake_quant import FakeQuantLinear
 from trainer.qat.packed_linear import PackedEmbedding, PackedLinear
 from trainer.qat.packed_model import packed_layers, packed_sha256
 from trainer.qat.scheme import Scheme
@@ -145,6 +146,8 @@ def test_sliding_window_is_stated_and_said(tmp_path: Path) -> None:
     report = write(small_model("mistral", sliding_window=32), tmp_path)
     assert keys_of(report.path)["llama.attention.sliding_window"] == 32
     assert "beyond 32 tokens it computes another function" in report.notes[0]
+    layers = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
+    assert "beyond 32 tokens" in write(small_model("qwen2", **layers), tmp_path).notes[0]  # in one of two layers
     report = write(small_model("mistral", sliding_window=4096), tmp_path)  # wider than any text
     assert not report.notes and "llama.attention.sliding_window" not in keys_of(report.path)
 
@@ -489,9 +492,25 @@ def with_large(model: nn.Module) -> nn.Module:
     return model
 
 
+def with_bytes(model: nn.Module) -> nn.Module:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.to(torch.uint8), requires_grad=False)
+    return model
+
+
+def still_trained(model: nn.Module) -> nn.Module:
+    model.lm_head = FakeQuantLinear(model.lm_head.weight, None, Scheme.named("int4"))
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
+        (
+            lambda: with_bytes(small_model("llama")),
+            {},
+            r"lm_head.weight holds torch.uint8 .* of another library \(Linear",
+        ),
+        (lambda: still_trained(small_model("llama")), {}, "lm_head is still trained through the quantizer; convert"),
         (lambda: small_model("llama"), {"gguf_type": "Q3_K"}, "gguf_type=Q3_K; use one of F16, BF16, Q8_0.*as_trained"),
         (lambda: small_model("llama"), {"gguf_type": "as_trained"}, "no layer of the model is packed; use one of F16"),
         (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2)), {}, "model_type=gpt2 is none of Llama"),

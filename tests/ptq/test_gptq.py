@@ -170,3 +170,5 @@ def test_matching_the_16bit_model():
     wanted = torch.linalg.lstsq(x.double(), (x16 @ weight.T).double()).solution.T
     assert torch.allclose(moved.double(), wanted, rtol=1e-4, atol=1e-5)
     assert torch.equal(towards_16bit(weight, hessian, hessian, damping=0.01), weight)
+    nothing = torch.zeros_like(hessian)
+    assert torch.equal(towards_16bit(weight, nothing, nothing, damping=0.01), weight)

@@ -43,6 +43,8 @@ class Match(StrEnum):
 INT8_METHODS = (PtqMethod.smoothquant, PtqMethod.int8_dynamic)
 CODEBOOKS = ("int4", "int8", "nf4", "fp4", "nf3", "nf2")
 EXPORTS = ("quantized", "merged", "gptq", "awq", "compressed_tensors", "bnb", "gguf")
+REPORT = "quantize.json"
+"""What marks a folder that quantize.py wrote."""
 DEFAULT_FOLD = {PtqMethod.awq: Fold.awq, PtqMethod.smoothquant: Fold.smooth}
 
 

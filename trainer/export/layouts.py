@@ -118,16 +118,19 @@ def write_layout(
     dtype: torch.dtype | None = None,
     gguf_type: str = AS_TRAINED,
     kv_cache: bool = False,
+    allow_rounded_scales: bool = False,
 ) -> Path:
     """Write a model of codes in the layout `name`, complete or not at all.
 
     dtype      of what is dense; None: float16 where scales are float16, which all layouts store, else the model's own
     gguf_type  gguf: as_trained, or a type to round the values to again
     kv_cache   quantized: trained for an INT8 cache
+    allow_rounded_scales  gptq, awq, compressed_tensors: see StoredScales
     returns    the folder, or for gguf the file in it
     raises     UserError naming what the layout cannot hold, and which can
     """
     require(name in EXPORTS, f"format={name}; use one of {', '.join(EXPORTS)}")
+    rounds = {"allow_rounded_scales": allow_rounded_scales}
     options: dict[str, Any] = {"dtype": dtype or dense_dtype(model), "provenance": provenance.identity}
     match name:
         case "quantized":
@@ -136,11 +139,11 @@ def write_layout(
         case "merged":
             write_dense(model, tokenizer, folder, dtype=dtype or model.dtype, provenance=provenance.identity)
         case "gptq":
-            write_gptq(model, tokenizer, folder, **options)
+            write_gptq(model, tokenizer, folder, **options, **rounds)
         case "awq":
-            write_awq(model, tokenizer, folder, **options)
+            write_awq(model, tokenizer, folder, **options, **rounds)
         case "compressed_tensors":
-            write_compressed_tensors(model, tokenizer, folder, **options)
+            write_compressed_tensors(model, tokenizer, folder, **options, **rounds)
         case "bnb":
             write_bnb(model, tokenizer, folder, **options | {"dtype": dtype or model.dtype})
         case "gguf":

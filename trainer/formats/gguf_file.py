@@ -70,11 +70,11 @@ class GgufFile:
 
 @contextmanager
 def gguf_file(
-    path: Path, writer: GGUFWriter, entries: list[TensorEntry], *, check: Callable[[Path], None] | None = None
+    path: Path, writer: GGUFWriter, entries: list[TensorEntry], *, check: Callable[[GGUFReader], None] | None = None
 ) -> Iterator[GgufFile]:
     """A file that appears as `path` when the body has written every entry and what was written is on disk.
 
-    check   called with the finished file under its hidden name
+    check   called with what was read back
     raises  UserError if the disk is too full; RuntimeError if the file holds something else than was written
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,9 +88,10 @@ def gguf_file(
         file = GgufFile(writer, partial, entries)
         yield file
         writer.close()
-        _compare(partial, file)
+        reader = GGUFReader(partial)
+        _compare(reader, file, path.name)
         if check is not None:
-            check(partial)
+            check(reader)
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(path)
@@ -99,21 +100,20 @@ def gguf_file(
         partial.unlink(missing_ok=True)
 
 
-def _compare(path: Path, file: GgufFile) -> None:
+def _compare(reader: GGUFReader, file: GgufFile, name: str) -> None:
     """raises  RuntimeError if the file is not what was written"""
-    reader = GGUFReader(path)
     keys = read_keys(reader)
     for key, value in file.keys.items():
         if key not in keys or not _same(keys[key], value):
-            raise RuntimeError(f"{path.name} holds {key}={keys.get(key)!r}, and {value!r} was written")
+            raise RuntimeError(f"{name} holds {key}={keys.get(key)!r}, and {value!r} was written")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if list(tensors) != [entry.name for entry in file.entries] or len(file.hashes) != len(tensors):
-        raise RuntimeError(f"{path.name} holds {len(tensors)} tensors, and {len(file.hashes)} were written")
+        raise RuntimeError(f"{name} holds {len(tensors)} tensors, and {len(file.hashes)} were written")
     for entry, written in zip(file.entries, file.hashes, strict=True):
         tensor = tensors[entry.name]
         found = tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape))
         if found != (entry.type_name, entry.shape) or hashlib.sha256(tensor.data.view(np.uint8)).hexdigest() != written:
-            raise RuntimeError(f"{path.name}: the bytes of {entry.name} differ from those that were written")
+            raise RuntimeError(f"{name}: the bytes of {entry.name} differ from those that were written")
 
 
 def _same(found: Any, written: Any) -> bool:

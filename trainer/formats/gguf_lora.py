@@ -30,7 +30,15 @@ from trainer.architecture import base_model
 from trainer.config.errors import UserError, require
 from trainer.formats.gguf_config import architecture_of, require_writable
 from trainer.formats.gguf_file import TensorEntry, gguf_file, open_gguf, read_keys
-from trainer.formats.gguf_names import head_counts, to_gguf_name, to_halves, to_hf_name, to_pairs, turned_heads
+from trainer.formats.gguf_names import (
+    head_counts,
+    layer_of,
+    to_gguf_name,
+    to_halves,
+    to_hf_name,
+    to_pairs,
+    turned_heads,
+)
 from trainer.qat.merge_aware import MergeAwareLinear
 
 _PREFIX = "base_model.model."
@@ -161,22 +169,25 @@ def _factors(
     """Layer -> factors, with the base's config."""
     if isinstance(adapter, PeftModel):
         config = base_model(adapter).config
-        require(
-            adapter_name in adapter.peft_config,
-            f"adapter_name={adapter_name}; the model has {', '.join(adapter.peft_config)}",
-        )
-        settings = adapter.peft_config[adapter_name]
-        factors = _of_model(adapter, adapter_name) if isinstance(settings, LoraConfig) else {}
+        known = adapter.peft_config
+        require(adapter_name in known, f"adapter_name={adapter_name}; the model has {', '.join(known)}")
+        settings = known[adapter_name]
     else:
         require(config is not None, "an adapter in a folder does not say how many heads its base has; give config=")
         settings = _settings(adapter)
-        factors = _of_folder(adapter, settings) if isinstance(settings, LoraConfig) else {}
     require_writable(config)
     _require_plain(settings)
-    require(bool(factors), "the adapter has no factors; give one that was trained")
-    for layer, part in factors.items():
+    found = _of_model(adapter, adapter_name) if isinstance(adapter, PeftModel) else _of_folder(adapter, settings)
+    require(bool(found), "the adapter has no factors; give one that was trained")
+    for layer, part in found.items():
         _require_layer(layer, part, config)
-    return factors, config
+    return dict(sorted(found.items(), key=_place)), config
+
+
+def _place(item: tuple[str, LoraFactors]) -> tuple[int, str]:
+    """Layer after layer, so that a folder and a model give one file."""
+    number = layer_of(to_gguf_name(f"{item[0]}.weight"))
+    return -1 if number is None else number, item[0]
 
 
 def _settings(folder: Path) -> Any:

@@ -12,7 +12,7 @@ from gguf import GGUFReader, ReaderTensor
 from torch import Tensor
 
 from trainer.config.errors import require
-from trainer.formats.gguf_file import open_gguf, read_keys
+from trainer.formats.gguf_file import open_gguf
 from trainer.formats.gguf_names import ARCHITECTURES, ROPE_FACTORS, to_halves, to_hf_name, turned_heads
 from trainer.formats.gguf_packed import from_blocks
 from trainer.kernels.gguf_quants import GGUF_TYPES, gguf_dequantize
@@ -48,9 +48,13 @@ def read_gguf_codes(path: Path) -> dict[str, QuantizedTensor]:
              wrote down, or groups of 32
     raises   UserError if the file is damaged or of another architecture
     """
-    reader = open_gguf(path)
+    return codes_of(open_gguf(path), path)
+
+
+def codes_of(reader: GGUFReader, path: Path) -> dict[str, QuantizedTensor]:
+    """`read_gguf_codes` of an open file; path: for messages."""
     heads = _heads(reader, path)
-    stated = json.loads(read_keys(reader).get(QUANTIZERS, "{}"))
+    stated = json.loads(reader.fields[QUANTIZERS].contents() if QUANTIZERS in reader.fields else "{}")
     codes = {}
     for tensor in reader.tensors:
         name, type_name = to_hf_name(tensor.name), tensor.tensor_type.name
@@ -65,15 +69,18 @@ def read_gguf_codes(path: Path) -> dict[str, QuantizedTensor]:
 
 def _heads(reader: GGUFReader, path: Path) -> dict[str, int | str]:
     """What `turned_heads` must know of the file."""
-    keys = read_keys(reader)
-    architecture = keys.get("general.architecture")
+    # Not all keys: tokens and merges are slow to read.
+    keys = {key: field for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
+    architecture = keys["general.architecture"].contents() if "general.architecture" in keys else None
+    kind = keys["general.type"].contents() if "general.type" in keys else "model"
     require(
         architecture in ARCHITECTURES.values() and f"{architecture}.block_count" in keys,
-        f"{path} holds {architecture!r} as a {keys.get('general.type', 'model')}; models of "
-        f"{', '.join(sorted(set(ARCHITECTURES.values())))} are read",
+        f"{path} holds the {kind} of {architecture!r}; models of {', '.join(sorted(set(ARCHITECTURES.values())))} are "
+        "read here",
     )
-    num_heads = keys[f"{architecture}.attention.head_count"]
-    num_kv_heads = keys.get(f"{architecture}.attention.head_count_kv", num_heads)
+    num_heads = keys[f"{architecture}.attention.head_count"].contents()
+    stated = keys.get(f"{architecture}.attention.head_count_kv")
+    num_kv_heads = num_heads if stated is None else stated.contents()
     return {"architecture": architecture, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType
+from gguf import GGML_QUANT_VERSION, GGUFReader, GGUFWriter, LlamaFileType
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +23,7 @@ from trainer.formats.gguf_file import GgufFile, TensorEntry, gguf_file
 from trainer.formats.gguf_mix import FILE_TYPES, FLOATS, MixedModel, TensorType, tensor_types
 from trainer.formats.gguf_names import BIASED, ROPE_FACTORS, head_counts, kind_of, to_gguf_name, to_pairs, turned_heads
 from trainer.formats.gguf_packed import exact_type, to_blocks
-from trainer.formats.gguf_read import QUANTIZERS, read_gguf_codes
+from trainer.formats.gguf_read import QUANTIZERS, codes_of
 from trainer.formats.gguf_tokenizer import add_tokenizer, describe_tokenizer
 from trainer.kernels.gguf_quants import gguf_dequantize, gguf_quantize
 from trainer.linear import QuantLinear
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 AS_TRAINED = "as_trained"
 GGUF_CHOICES = (*FILE_TYPES, AS_TRAINED)
 FLOAT16_MAX = 65504.0
+_ERROR_ROWS = 4096
+"""Rows that are decoded at a time to measure what rounding lost: embeddings are the largest tensors."""
 _PACKED = (QuantLinear, PackedLinear, PackedEmbedding)
 
 
@@ -144,7 +146,7 @@ def write_gguf(
     report.notes += described.notes + _notes_on_inputs(weights)
     _add_origin(writer, model, weights, gguf_type, types, importance, provenance)
     entries = [TensorEntry(name, types[name].got, weight.shape) for name, weight in weights.items()]
-    check = (lambda partial: _compare_codes(partial, weights, types)) if gguf_type == AS_TRAINED else None
+    check = (lambda reader: _compare_codes(reader, report.path, weights, types)) if gguf_type == AS_TRAINED else None
     with gguf_file(report.path, writer, entries, check=check) as file, torch.no_grad():
         _write_tensors(file, weights, types, importance, report)
     for line in report.lines():
@@ -392,8 +394,10 @@ def _write_tensors(
             rows = encode(dense, type_name, weight.layer, importance=(importance or {}).get(weight.layer))
             if type_name != "F32":
                 error = squares.setdefault(kind_of(name), [0.0, 0.0])
-                error[0] += float((_decode(rows, type_name, dense.shape[1]) - dense).square().sum(dtype=torch.float64))
-                error[1] += float(dense.square().sum(dtype=torch.float64))
+                for part, values in zip(rows.split(_ERROR_ROWS), dense.split(_ERROR_ROWS), strict=True):
+                    lost = _decode(part, type_name, dense.shape[1]) - values
+                    error[0] += float(lost.square().sum(dtype=torch.float64))
+                    error[1] += float(values.square().sum(dtype=torch.float64))
         file.write(to_pairs(rows, weight.heads))
     report.errors = {kind: (error / total) ** 0.5 for kind, (error, total) in squares.items() if error}
 
@@ -432,9 +436,11 @@ def _on_cpu(quantized: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(tensors, quantized.shape, quantized.quantizer)
 
 
-def _compare_codes(path: Path, weights: Mapping[str, _Weight], types: Mapping[str, TensorType]) -> None:
+def _compare_codes(
+    reader: GGUFReader, path: Path, weights: Mapping[str, _Weight], types: Mapping[str, TensorType]
+) -> None:
     """raises  RuntimeError if a layer's codes or scales are not in the file"""
-    codes = read_gguf_codes(path)
+    codes = codes_of(reader, path)
     for name, weight in weights.items():
         if types[name].got not in ("Q4_0", "Q8_0"):
             continue

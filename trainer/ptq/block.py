@@ -26,6 +26,7 @@ from trainer.ptq.statistics import SAMPLE_TOKENS, InputStatistics
 from trainer.qat.packed_linear import pack_layer
 from trainer.qat.scheme import Scheme
 from trainer.quantizer import QuantizedTensor
+from trainer.resident import release_file_pages
 
 FOLD_ROWS = 32
 """Rows of calibration on which factors are searched: a factor has few degrees of freedom."""
@@ -219,6 +220,7 @@ class BlockQuantizer:
         for name, scheme in schemes.items():
             weight, module = weights.weights[name], weights.block.get_submodule(name)
             reports.append(_report(f"{where}.{name}", scheme, weight, chosen[name], statistics, "; ".join(notes)))
+            release_file_pages(module.weight)
             own_scale = None if scale is None else scale.clone()  # files hold each tensor once
             layer = pack_layer(scheme, chosen[name], module.bias, input_scale=own_scale)
             weights.block.set_submodule(name, layer)
@@ -321,4 +323,5 @@ def quantize_layer(model: nn.Module, name: str, scheme: Scheme, config: PtqConfi
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
     model.set_submodule(name, pack_layer(scheme, quantized, layer.bias))
+    release_file_pages(layer.weight)
     return _report(name, scheme, weight, quantized, None, "")

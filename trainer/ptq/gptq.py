@@ -59,17 +59,13 @@ def inverse_of(hessian: Tensor, *, damping: float, act_order: bool, name: str = 
     name     for the message
     raises   ValueError if there is none at a damping of 1
     """
-    hessian = hessian.clone()
+    hessian = _without_zeros(hessian)
     diagonal = hessian.diagonal()
-    diagonal[diagonal == 0] = diagonal.mean().clamp(min=torch.finfo(torch.float64).tiny)
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(hessian))
     order = order.to(hessian.device)
-    hessian = hessian[order][:, order]
-    mean = hessian.diagonal().mean()
-    share = damping
+    hessian, share = hessian[order][:, order], damping
     while share <= MAX_DAMPING:
-        damped = hessian + torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device) * (share * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = torch.linalg.cholesky_ex(_damped(hessian, share))
         if not failed and bool(torch.isfinite(lower).all()):
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and bool(torch.isfinite(upper).all()):
@@ -78,6 +74,21 @@ def inverse_of(hessian: Tensor, *, damping: float, act_order: bool, name: str = 
                 return Inverse(order, upper.float(), share)
         share = max(10 * share, 1e-4)
     raise ValueError(f"{name}: the inputs of calibration give no Cholesky factor at a damping of {MAX_DAMPING:g}")
+
+
+def _without_zeros(hessian: Tensor) -> Tensor:
+    """Channels without inputs get the mean of the others on their diagonal, which no other channel sees; or 1."""
+    hessian = hessian.clone()
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean()
+    diagonal[diagonal == 0] = mean if mean > 0 else 1.0
+    return hessian
+
+
+def _damped(hessian: Tensor, share: float) -> Tensor:
+    """With a share of its mean diagonal added to the diagonal."""
+    eye = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    return hessian + eye * (share * hessian.diagonal().mean())
 
 
 def searched_grid(
@@ -137,10 +148,11 @@ def fitted_scales(weight: Tensor, codes: Tensor, grid: WeightGrid, hessian: Tens
     """
     num_groups, in_features = grid.scales.shape[1], weight.shape[1]
     by_group = torch.argsort(grid.group_of, stable=True)
-    hessian = hessian + torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device) * (
-        damping * hessian.diagonal().mean()
+    H = (
+        _damped(hessian, damping)[by_group][:, by_group]
+        .float()
+        .view(num_groups, -1, num_groups, in_features // num_groups)
     )
-    H = hessian[by_group][:, by_group].float().view(num_groups, -1, num_groups, in_features // num_groups)
     zeros = None if grid.zeros is None else grid.zeros[..., None]
     levels, weight = code_levels(grid.by_group(codes), zeros, grid.quantizer), grid.by_group(weight)
     fitted = torch.empty_like(grid.scales)
@@ -206,7 +218,6 @@ def towards_16bit(weight: Tensor, hessian: Tensor, cross: Tensor, *, damping: fl
 
     weight   [out, in] float; hessian X^T X and cross X16^T X, [in, in] float64
     """
-    mean = hessian.diagonal().mean()
-    damped = hessian + torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device) * (damping * mean)
+    damped = _damped(_without_zeros(hessian), damping)
     moved = torch.linalg.solve(damped, (weight.double() @ (cross - hessian)).T).T
     return (weight.double() + moved).float()

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.config.errors import UserError, require
 from trainer.config.model import DType, named_model, short_name
-from trainer.config.ptq import PtqConfig, PtqMethod
+from trainer.config.ptq import REPORT, PtqConfig, PtqMethod
 from trainer.evaluate.fidelity import Fidelity, Original
 from trainer.export.layouts import Provenance, require_layout, write_layout
 from trainer.linear import linears_to_pack
@@ -42,8 +42,6 @@ from trainer.quant_grid import require_own_rows
 from trainer.quantizer import Quantizer
 
 log = logging.getLogger(__name__)
-
-REPORT = "quantize.json"
 
 
 @dataclass

@@ -49,6 +49,8 @@ class Built:
 def build_engine(opened: OpenedModel, config: ServeConfig) -> Built:
     """Build the engine for an opened model; `config` gets its derived values filled in.
 
+    A disposable module has no layers afterwards.
+
     raises  UserError if the architecture is not served, or if the KV cache has no room for one sequence
     """
     check_architecture(base_model(opened.module).config)
@@ -67,6 +69,7 @@ def build_engine(opened: OpenedModel, config: ServeConfig) -> Built:
         max_model_len=config.max_model_len,
         parallel=parallel,
         screen_greedy=config.screen_greedy,
+        disposable=opened.disposable,
     )
     cache, swap = _allocate(decoder, config, parallel)
     ends = eos_token_ids(opened)

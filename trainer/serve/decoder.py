@@ -42,6 +42,7 @@ from trainer.linear import QuantLinear
 from trainer.qat.fake_quant import FakeQuantLinear, FakeQuantWeight
 from trainer.qat.packed_linear import PackedEmbedding, PackedLinear
 from trainer.quantizer import QuantizedTensor
+from trainer.resident import release_file_pages, release_free_memory
 from trainer.serve.tensor_parallel import TensorParallel, slice_columns, slice_rows
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ log = logging.getLogger(__name__)
 MAX_GREEDY_ROWS = 32
 """Rows of a step up to which the greedy head is used. SmolLM2-135M on 2 Zen 4 cores, milliseconds, and logits with
 their argmax: 1 row 0.8 and 2.1, 16 rows 2.9 and 3.9; from some 40 rows on products of integers are no faster."""
+
+PLACED_BYTES = 64 << 20
+"""Packed weights that wait to be placed together: pages of 2 MB are filled well, and so much is held twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +241,13 @@ def decoder_from_module(
     max_model_len: int,
     parallel: TensorParallel | None = None,
     screen_greedy: bool = True,
+    disposable: bool = False,
 ) -> Decoder:
     """Build the decoder from a module in memory, packed or dense; adapters on it are left out (see adapters.py).
 
     screen_greedy  keep an 8-bit copy of the output head for greedy tokens, where it can be used (greedy_head.py)
+    disposable     take the module's layers away as they are read, so that at most one is held twice; nothing else of it
+                   changes
     raises  UserError if the architecture is not served, or cannot be shared out over `parallel`
     """
     parallel = parallel or TensorParallel()
@@ -250,12 +257,12 @@ def decoder_from_module(
     config = _decoder_config(model, parallel)
     body = model.model
     cos_sin = rotary_table(body.rotary_emb, max_model_len, config.dtype)
-    layers = [_layer(f"layers.{i}", layer, config, parallel) for i, layer in enumerate(body.layers)]
-    linears = [linear for layer in layers for linear in layer.linears]
-    place_linears([linear.weight for linear in linears])
-    _log_decoded(linears)
+    layers = _layers(body.layers, config, parallel, disposable=disposable)
+    _log_decoded([linear for layer in layers for linear in layer.linears])
     output = model.get_output_embeddings()
     head = pack_linear(_table("lm_head", output, config.dtype), dtype=config.dtype)
+    screen = pack_greedy_head(head) if screen_greedy and output.bias is None else None
+    release_free_memory()  # what packing took
     return Decoder(
         config,
         _table("embed_tokens", body.embed_tokens, config.dtype),
@@ -264,8 +271,33 @@ def decoder_from_module(
         head,
         None if output.bias is None else output.bias.detach(),
         cos_sin,
-        pack_greedy_head(head) if screen_greedy and output.bias is None else None,
+        screen,
     )
+
+
+def _layers(
+    modules: nn.ModuleList, config: DecoderConfig, parallel: TensorParallel, *, disposable: bool
+) -> list[Layer]:
+    """The layers, repacked and placed some at a time: what is not in its place yet is held twice."""
+    layers: list[Layer] = []
+    waiting: list[LinearWeight] = []
+    for index in range(len(modules)):
+        layers.append(_layer(f"layers.{index}", modules[index], config, parallel))
+        waiting += [linear.weight for linear in layers[-1].linears]
+        if disposable:
+            _dispose(modules, index, kept=waiting)
+        if sum(weight.nbytes for weight in waiting) >= PLACED_BYTES or index + 1 == len(modules):
+            place_linears(waiting)
+            waiting.clear()
+    return layers
+
+
+def _dispose(modules: nn.ModuleList, index: int, *, kept: Sequence[LinearWeight]) -> None:
+    """Take a layer's module away, and what it has mapped from a file out of memory, but for tensors that are kept."""
+    pointers = {tensor.data_ptr() for weight in kept for tensor in weight.tensors()}
+    tensors = [tensor.detach() for tensor in (*modules[index].parameters(), *modules[index].buffers())]
+    modules[index] = nn.Identity()
+    release_file_pages(tensor for tensor in tensors if tensor.data_ptr() not in pointers)
 
 
 def _table(name: str, layer: nn.Module, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trainer.compose import read_run_config
 from trainer.config.errors import UserError, require
 from trainer.config.model import DType, ModelConfig, ModelSource, named_model, short_name
+from trainer.config.ptq import REPORT
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.export.adapter import base_plan, put_token_rows, read_identity
 from trainer.export.base_codes import restore_base
@@ -37,8 +38,6 @@ INTEGER_SCHEMES = {
 }
 """quantization -> the scheme, as quantization-aware training names it."""
 
-PTQ_REPORT = "quantize.json"
-
 Quantization = QuantConfig | Scheme | None
 
 
@@ -48,6 +47,7 @@ class OpenedModel:
 
     adapters     name -> folder, to load at start; the first one of a run or adapter folder is the default
     base_sha256  the hash that an adapter's lowbit.json must name
+    disposable   nobody else has the module: the engine takes it apart while it is built, and holds no weight twice
     """
 
     module: nn.Module
@@ -56,6 +56,7 @@ class OpenedModel:
     adapters: dict[str, str]
     default_adapter: str | None = None
     base_sha256: str = ""
+    disposable: bool = False
 
 
 def open_model(config: ServeConfig) -> OpenedModel:
@@ -64,7 +65,7 @@ def open_model(config: ServeConfig) -> OpenedModel:
     raises  UserError if it is nothing that can be served
     """
     path = Path(config.model).expanduser()
-    if path.is_dir() and (path / PTQ_REPORT).is_file():
+    if path.is_dir() and (path / REPORT).is_file():
         quantized = named_model(str(path / "export" / "quantized"), DType(config.dtype))
         config.served_model_name = config.served_model_name or path.name
         opened = _open_base(quantized, _scheme(config.quantization), config)
@@ -78,6 +79,7 @@ def open_model(config: ServeConfig) -> OpenedModel:
         name, _, folder = item.partition("=")
         require(name not in opened.adapters, f"adapters names {name} twice; give each its own name")
         opened.adapters[name] = folder
+    opened.disposable = True
     if config.tokenizer is not None:
         opened.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
     return opened
