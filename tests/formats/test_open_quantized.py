@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.formats.packed import (
     ASYM,
@@ -23,6 +25,7 @@ from tests.formats.packed import (
 from trainer import LLM, finetune, load_config
 from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
+from trainer.export.merged import write_merged
 from trainer.formats.awq import write_awq
 from trainer.formats.bnb import write_bnb
 from trainer.formats.card import FORMATS, write_card
@@ -114,6 +117,23 @@ def test_packed_heads_and_embeddings_are_written_dense(tmp_path, caplog) -> None
     assert torch.allclose(logits(opened), logits(model), atol=1e-5)  # the head's product is another kernel's
     assert torch.equal(opened.model.embed_tokens.weight, model.model.embed_tokens.weight)
     assert "lm_head is written dense" in caplog.text
+    write_merged(model, tokenizer(), tmp_path / "dense", dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    assert torch.equal(plain.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert torch.equal(plain.lm_head.weight, model.lm_head.quantized.dequantize(torch.float32))
+    assert torch.allclose(logits(plain), logits(model), atol=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_codes_that_are_stored_as_they_are_multiplied_are_not_copied(tmp_path) -> None:
+    """INT8 and bitsandbytes' codes lie in the mapped file."""
+    write_bnb(pack(dense_model(), Quantizer("nf4")), tokenizer(), tmp_path / "out", dtype=torch.float32)
+    opened = open_foreign(tmp_path / "out", torch.float32)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    file = str((tmp_path / "out" / "model.safetensors").resolve())
+    ranges = [[int(end, 16) for end in entry[0].split("-")] for entry in maps if entry[-1] == file]
+    for tensor in (layers_of(opened)["model.layers.0.mlp.up_proj"].packed, opened.model.embed_tokens.weight):
+        assert any(first <= tensor.data_ptr() < last for first, last in ranges)
 
 
 # ---- what other tools write
@@ -290,10 +310,25 @@ def test_the_card(tmp_path) -> None:
     write_card(tmp_path / "out", **options, format_name="gptq")
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\nbase_model: org/name\n")
-    assert "Rounded to nearest, on WikiText-2, with lowbit, in GPTQ's layout: 14 layers are codes." in card
+    assert "Rounded to nearest, on WikiText-2, with lowbit, in GPTQ's layout. 14 layers are codes." in card
     assert "Scales were rounded to float16" in card and "| perplexity | 21.4300 |\n| size, MB | 12 |" in card
     for command in ("AutoModelForCausalLM.from_pretrained", "vllm serve", "python -m trainer.serve model="):
         assert command in card
-    with pytest.raises(UserError, match="format=marlin; cards are written for gptq, awq, compressed-tensors"):
+    with pytest.raises(UserError, match="format=marlin; cards are written for quantized, merged, gptq, awq"):
         write_card(tmp_path / "out", **options, format_name="marlin")
-    assert set(FORMATS) == set(READERS)
+    assert set(FORMATS) == {*READERS, "quantized", "merged"}
+
+
+def test_the_card_says_what_others_do_not_read(tmp_path) -> None:
+    """vLLM has dropped act-order, and reads no zero points of GPTQ; transformers dequantizes by one scheme."""
+    options = {"base": "org/name", "method": "Rounded", "data": "", "figures": {}}
+    write_gptq(pack(dense_model(), ASYM), tokenizer(), tmp_path / "asym")
+    write_card(tmp_path / "asym", **options, format_name="gptq")
+    card = (tmp_path / "asym" / "README.md").read_text()
+    assert "not this folder" in card and "vllm serve" not in card
+    for case, dequantizes in (("compressed-tensors", True), ("compressed-tensors, several", False)):
+        write, quantizer, more = CASES[case]
+        write(pack(dense_model(), quantizer, **more), tokenizer(), tmp_path / case, dtype=torch.float32)
+        write_card(tmp_path / case, **options, format_name="compressed-tensors")
+        card = (tmp_path / case / "README.md").read_text()
+        assert ("dequantize=True" in card) == dequantizes and "vllm serve" in card

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trainer.config.errors import UserError, require
 from trainer.formats.codes import (
     Read,
-    StoredScales,
     coded_layers,
     codes_of,
     group_size_of,
@@ -35,6 +34,7 @@ from trainer.formats.codes import (
     zeros_of,
 )
 from trainer.formats.hf_folder import SHARD_BYTES
+from trainer.formats.stored_scales import StoredScales
 from trainer.linear import QuantLinear
 from trainer.quantizer import QuantizedTensor
 

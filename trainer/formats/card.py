@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from trainer.config.errors import require
+from trainer.formats.empty_model import quantization_config
 
 FORMATS = {
     "quantized": "lowbit's own layout",
@@ -42,14 +43,6 @@ def write_card(
     """
     require(format_name in FORMATS, f"format={format_name}; cards are written for {', '.join(FORMATS)}")
     identity = json.loads((folder / "lowbit.json").read_text())[format_name]
-    elsewhere = (
-        ""
-        if format_name == "quantized"
-        else _ELSEWHERE.format(
-            needs=_NEEDS.get(format_name, "`pip install transformers`"),
-            load=_DEQUANTIZE if format_name == "compressed-tensors" else _LOAD,
-        )
-    )
     (folder / "README.md").write_text(
         _CARD.format(
             base=base,
@@ -59,9 +52,24 @@ def write_card(
             tag=format_name,
             layers=_layers_text(format_name, identity),
             table=_table(figures),
-            elsewhere=elsewhere,
+            elsewhere="" if format_name == "quantized" else _elsewhere(folder, format_name),
         ),
         encoding="utf-8",
+    )
+
+
+def _elsewhere(folder: Path, format_name: str) -> str:
+    """How transformers and vLLM load it; what they do not read of a format is said."""
+    config = quantization_config(folder) or {}
+    # transformers 5.24 dequantizes all layers by the first config group.
+    one_scheme = format_name == "compressed-tensors" and len(config["config_groups"]) == 1
+    zeros_or_order = format_name == "gptq" and (config["desc_act"] or not config["sym"])
+    return _ELSEWHERE.format(
+        needs=_NEEDS.get(format_name, "`pip install transformers`"),
+        load=_DEQUANTIZE if one_scheme else _LOAD,
+        vllm="vLLM 0.32 reads GPTQ without zero points and without act-order only, and not this folder.\n"
+        if zeros_or_order
+        else _VLLM,
     )
 
 
@@ -94,9 +102,14 @@ _LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="auto")"""
 _DEQUANTIZE = """from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
-# dequantize=True reads one scheme for all layers; leave it out where config.json has several config groups
 config = CompressedTensorsConfig(dequantize=True)
 model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="auto", quantization_config=config)"""
+_VLLM = """With vLLM:
+
+```
+vllm serve <this folder>
+```
+"""
 _ELSEWHERE = """With transformers ({needs}):
 
 ```python
@@ -104,12 +117,7 @@ _ELSEWHERE = """With transformers ({needs}):
 tokenizer = AutoTokenizer.from_pretrained("<this folder>")
 ```
 
-With vLLM:
-
-```
-vllm serve <this folder>
-```
-
+{vllm}
 """
 _CARD = """---
 library_name: {library}

@@ -1,9 +1,7 @@
-"""What every layout of codes shares: which layers it holds, nibbles in 32-bit words, scales in 16 bits, the folder.
+"""What every layout of codes shares: which layers it holds, nibbles in 32-bit words, the folder, reading.
 
 Codes are re-packed as integers and never computed again. Output heads and embeddings that are packed are written dense,
-with the values that they have: no other engine reads them packed. The surprising thing is the scales: formats store
-them in 16 bits, and a float32 scale that is rounded moves each weight of its group by up to 2^-11 (float16) or 2^-9
-(bfloat16) of itself. That is refused unless asked for, and then measured.
+with the values that they have: no other engine reads them packed.
 """
 
 import logging
@@ -21,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.config.errors import UserError, require
 from trainer.formats.hf_folder import PACKED, SHARD_BYTES, num_weights, whole_folder, write_identity, write_model
+from trainer.formats.stored_scales import StoredScales
 from trainer.kernels.int4 import SYMMETRIC_ZERO, pack_int4, unpack_int4
 from trainer.linear import QuantLinear
 from trainer.qat.packed_linear import PackedLinear
@@ -179,65 +178,6 @@ def _require_full_groups(g_idx: Tensor, span: int, num_groups: int) -> None:
     counts = torch.bincount(g_idx.long(), minlength=num_groups)
     if counts.tolist() != [span] * num_groups:
         raise ValueError(f"g_idx puts {counts.tolist()} features into its groups; each needs {span}")
-
-
-# ---- scales
-
-
-@dataclass
-class StoredScales:
-    """Scales as a layout stores them, and what rounding them to its dtype changed.
-
-    dtype      float16, bfloat16 or float32
-    layout     for messages
-    allow      round them where they are not values of dtype
-    largest    of |s' - s| / |s|, which is |w' - w| / |w| of each weight under the scale; 0.0: nothing was rounded
-    """
-
-    dtype: torch.dtype
-    layout: str
-    allow: bool = False
-    largest: float = 0.0
-    _sum: float = 0.0
-    _num_weights: int = 0
-
-    def store(self, name: str, scales: Tensor, *, num_weights: int = 0) -> Tensor:
-        """The scales of one layer in dtype.
-
-        num_weights  under all of them together, each under as many; 0 for the scale of inputs
-        raises       UserError if they are not values of dtype, unless that is allowed; always if one is too large
-        """
-        stored = scales.to(self.dtype)
-        changes = ((stored.double() - scales.double()) / scales.double()).abs().where(scales != 0, 0)
-        dtype = str(self.dtype).removeprefix("torch.")
-        require(
-            bool(stored.isfinite().all()),
-            f"{name} has a scale of {scales.abs().max().item():.4g}, which {dtype} has no value for; write "
-            f"{self.layout} in another dtype, or keep this layer dense",
-        )
-        largest = changes.max().item()
-        require(
-            self.allow or largest == 0,
-            f"{name} has scales that {self.layout} would round to {dtype}, and its weights by up to {largest:.2g} of "
-            f"themselves; quantize with scale_dtype={dtype}, or allow it with allow_rounded_scales=True",
-        )
-        self.largest = max(self.largest, largest)
-        self._sum += changes.mean().item() * num_weights
-        self._num_weights += num_weights
-        return stored
-
-    @property
-    def mean(self) -> float:
-        """Mean of |w' - w| / |w| over all weights."""
-        return self._sum / max(1, self._num_weights)
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """For lowbit.json; empty where nothing was changed."""
-        if not self.largest:
-            return {}
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {"scales_rounded_to": dtype, "largest_change": self.largest, "mean_change": self.mean}
 
 
 # ---- the folder

@@ -28,7 +28,6 @@ from trainer.config.errors import UserError, require
 from trainer.formats.codes import (
     CodedLayers,
     Read,
-    StoredScales,
     bytes_of,
     coded_layers,
     codes_of,
@@ -43,6 +42,7 @@ from trainer.formats.codes import (
     write_codes,
 )
 from trainer.formats.hf_folder import SHARD_BYTES
+from trainer.formats.stored_scales import StoredScales
 from trainer.kernels.fake_quant import Grid
 from trainer.linear import QuantLinear
 from trainer.qat.observers import ObserverSettings
