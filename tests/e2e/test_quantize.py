@@ -165,6 +165,7 @@ MISTAKES = {
     "budget": (["bits_budget=9"], "not between the 4 bits of int4 and the 8"),
     "layout": (["method=smoothquant", "formats=[gptq]"], "gptq', which holds int4"),
     "inputs": (["method=int8_dynamic", "codebook=int4", "formats=[awq]"], "cannot say that"),
+    "g_idx": (["act_order=groups", "formats=[awq]"], "no g_idx that engines still read"),
     "act order": (["method=rtn", "act_order=groups"], "no effect with method=rtn"),
     "data": (["data=nothing.jsonl"], "is not a file"),
     "blocks": (["codebook=nf4", "block_size=64"], "cross the rows of in_features=160"),

@@ -77,12 +77,19 @@ class Provenance:
         return {"base": self.base, "method": self.method, "data": self.data, "packed_sha256": self.packed_sha256}
 
 
-def require_layout(name: str, schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+def require_layout(
+    name: str, schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], *, grouped_order: bool = False
+) -> None:
     """Whether a layout holds layers that are still to be quantized, before hours go into their codes.
 
     schemes, shapes  by the layers' names; (out_features, in_features)
+    grouped_order    groups will be cut along another order than the file's
     raises           UserError naming the first layer that it does not hold
     """
+    require(
+        not grouped_order or name not in ("awq", "compressed_tensors"),
+        f"formats has {name!r}, which has no g_idx that engines still read; use act_order=static, or gptq",
+    )
     codebooks, multiple, inputs = _HOLDS.get(name, (None, 1, True))
     sizes = set()
     for layer, scheme in schemes.items():

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.config.errors import UserError, require
 from trainer.config.model import DType, named_model, short_name
-from trainer.config.ptq import REPORT, PtqConfig, PtqMethod
+from trainer.config.ptq import REPORT, ActOrder, PtqConfig, PtqMethod
 from trainer.evaluate.fidelity import Fidelity, Original
 from trainer.export.layouts import Provenance, require_layout, write_layout
 from trainer.linear import linears_to_pack
@@ -209,9 +209,10 @@ def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme
             f"{name}.weight holds inf or nan; the checkpoint is damaged: load another one",
         )
     shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in chosen}
+    grouped = config.act_order is ActOrder.groups
     for name in config.formats:
         for each in schemes:
-            require_layout(name, dict.fromkeys(chosen, each), shapes)
+            require_layout(name, dict.fromkeys(chosen, each), shapes, grouped_order=grouped)
     return dict.fromkeys(chosen, scheme)
 
 
