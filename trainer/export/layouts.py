@@ -100,7 +100,7 @@ def require_layout(
             "quantized, which holds everything, or another codebook",
         )
         require(
-            inputs or scheme.activations is None,
+            scheme.activations is None or (inputs and kind == "int8"),
             f"formats has {name!r}, which cannot say that {layer} rounds its inputs; use quantized or "
             "compressed_tensors",
         )
