@@ -15,6 +15,8 @@ _PUBLIC = {
     "load_config": "trainer.compose",
     "UserError": "trainer.config.errors",
     "finetune": "trainer.run",
+    "PtqConfig": "trainer.config.ptq",
+    "quantize": "trainer.ptq.run",
     "Quantizer": "trainer.quantizer",
     "QuantizedTensor": "trainer.quantizer",
     "QuantLinear": "trainer.linear",
