@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 
 TURNS = 5
 PROMPT = "The capital of France is"
@@ -129,7 +130,7 @@ def _ggufs(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def _silence(lc) -> None:
+def _silence(lc: ModuleType) -> None:
     """Its log goes nowhere; the callback must outlive the call."""
     _silence.callback = lc.llama_log_callback(lambda *_: None)
     lc.llama_log_set(_silence.callback, None)
