@@ -14,7 +14,9 @@ import json
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +26,11 @@ from trainer.config.errors import UserError, require
 from trainer.config.schema import Config
 from trainer.serve.config import ServeConfig
 from trainer.settings import read_settings
+
+if TYPE_CHECKING:
+    from trainer.plan.advice import Load
+    from trainer.plan.estimate import Estimate
+    from trainer.plan.machine import Machine
 
 METHODS = ("qlora", "loftq", "lora", "qat_lora", "qat_blocks", "full", "qat")
 NUM_SEQS, LENGTH = 16, 4096
@@ -53,14 +60,14 @@ def plan(arguments: list[str]) -> dict:
     named = [a.removeprefix("conf=") for a in arguments if a.startswith("conf=")]
     serve, given = _serve_config(arguments), _available(arguments)
     first = load_config(f"conf={named[0] if named else 'qlora'}", *(overrides if named else _of_model(overrides)))
-    from trainer.plan.advice import Load, advise  # here, so that a mistake is answered before torch loads
+    from trainer.plan.advice import advise  # here, so that a mistake is answered before torch loads
     from trainer.plan.machine import this_machine
 
     machine = this_machine()
     machine = machine if given is None else replace(machine, available=given)
     training, refused = _training(named or METHODS, overrides, machine.device, alone=bool(named))
     quantizing = [] if named else _post_training(first, machine.device)
-    load = _load(first, serve, Load)
+    load = _load(first, serve)
     serving = _serving(first, serve, load)
     advice = advise(training, serving, machine.available, load)
     shown = {"train": training, "quantize": quantizing, "serve": serving}
@@ -101,7 +108,9 @@ def _available(arguments: list[str]) -> int | None:
     return int(float(given[-1]) * GB)
 
 
-def _training(methods, overrides: list[str], device: str, *, alone: bool) -> tuple[list, dict[str, str]]:
+def _training(
+    methods: Sequence[str], overrides: list[str], device: str, *, alone: bool
+) -> "tuple[list[Estimate], dict[str, str]]":
     """Estimates, and why a method has none; alone: its error is the user's."""
     from trainer.plan.training import estimate_training
 
@@ -118,23 +127,24 @@ def _training(methods, overrides: list[str], device: str, *, alone: bool) -> tup
     return estimates, refused
 
 
-def _post_training(config: Config, device: str) -> list:
+def _post_training(config: Config, device: str) -> "list[Estimate]":
     from trainer.plan.post_training import estimate_post_training
 
     options = {"length": config.data.max_seq_len, "device": device}
     return [estimate_post_training(config.model, calibrated=calibrated, **options) for calibrated in (False, True)]
 
 
-def _load(config: Config, serve: ServeConfig, kind):
+def _load(config: Config, serve: ServeConfig) -> "Load":
     """Sequences and their length: as asked for, or 16 of 4096 tokens, or of as many as the model has positions."""
+    from trainer.plan.advice import Load
     from trainer.plan.sizes import meta_model, sizes_of
 
     positions = sizes_of(meta_model(config.model)).max_positions
     asked = serve.max_num_seqs if serve.max_num_seqs != ServeConfig().max_num_seqs else NUM_SEQS
-    return kind(asked, serve.max_model_len or min(LENGTH, positions))
+    return Load(asked, serve.max_model_len or min(LENGTH, positions))
 
 
-def _serving(config: Config, serve: ServeConfig, load) -> list:
+def _serving(config: Config, serve: ServeConfig, load: "Load") -> "list[Estimate]":
     from trainer.plan.serving import PRECISIONS, estimate_serving
 
     wanted = [serve.quantization] if serve.quantization else PRECISIONS
@@ -142,7 +152,7 @@ def _serving(config: Config, serve: ServeConfig, load) -> list:
     return [estimate_serving(config.model, replace(serve, quantization=name), **options) for name in wanted]
 
 
-def _print_table(shown: dict[str, list], refused: dict[str, str], machine) -> None:
+def _print_table(shown: "dict[str, list[Estimate]]", refused: dict[str, str], machine: "Machine") -> None:
     where = "of memory" if machine.device == "cpu" else f"on {machine.name}"
     table = Table(title=f"{machine.available / GB:.1f} GB {where} are free", title_justify="left", box=None)
     for name, justify in (("", "left"), ("peak GB", "right"), ("", "left"), ("when", "left"), ("parts, GB", "left")):
@@ -155,7 +165,7 @@ def _print_table(shown: dict[str, list], refused: dict[str, str], machine) -> No
     for method, reason in refused.items():
         table.add_row(f"train {method}", "", "refused", "", reason)
     width = None if sys.stdout.isatty() else 180
-    Console(width=width, highlight=False).print(table, markup=False) if width else Console(highlight=False).print(table)
+    Console(width=width, highlight=False).print(table)
 
 
 if __name__ == "__main__":

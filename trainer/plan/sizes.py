@@ -6,12 +6,11 @@ but the config: a model of 70B is planned for on a laptop, and one that is on th
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.architecture import why_unsupported
 from trainer.config.errors import UserError, require
@@ -96,12 +95,8 @@ def sizes_of(model: PreTrainedModel) -> Sizes:
         vocab_size=model.get_input_embeddings().weight.shape[0],
         max_positions=getattr(config, "max_position_embeddings", None) or 2048,
         qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
-        computed=_is_computed(model.config),
+        computed=why_unsupported(model.config) is None,
     )
-
-
-def _is_computed(config: PretrainedConfig) -> bool:
-    return why_unsupported(config) is None
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -136,9 +131,3 @@ def packed_bytes(quantizer: Quantizer, shape: Shape) -> int:
 def num_groups(quantizer: Quantizer, shapes: Iterable[Shape]) -> int:
     """Scales of all these weights."""
     return sum(rows * columns // quantizer.span(columns) for rows, columns in shapes)
-
-
-def file_bytes(path: str) -> int | None:
-    """Bytes of the weights in a folder; None where there are none, as for a model that is still on the hub."""
-    sizes = [file.stat().st_size for file in Path(path).glob("*.safetensors")] if Path(path).is_dir() else []
-    return sum(sizes) or None

@@ -60,11 +60,11 @@ MODULE_FACTOR = 1.5
 
 @dataclass(frozen=True)
 class Trained:
-    """Values that get gradients: those kept in the compute dtype (with float32 masters), and float32 ones.
+    """Values that get gradients.
 
-    hidden    of the 16-bit ones, whole matrices inside layers
+    in_dtype  weights, kept in the compute dtype; float32: factors, scales, soft rounding
+    hidden    of the weights, whole matrices inside layers
     rank_sum  ranks of all adapters together
-    beside    float32 values beside the weights that are part of neither: soft rounding's frozen weights stay in 16 bits
     """
 
     in_dtype: int = 0
@@ -90,6 +90,7 @@ def estimate_training(name: str, config: Config, *, device: str = "cpu") -> Esti
     always = {
         "process": PROCESS_BYTES if device == "cpu" else 0,
         "weights": weights,
+        "mapped file": _matrix_bytes(linears, dtype) if _is_blockwise(config) and device == "cpu" else 0,
         "adapter and scales": 4 * trained.float32,
         "decoded": min(config.train.decoded_mb * MIB, _matrix_bytes(linears, dtype)) if _is_packed(config) else 0,
         "codes": sum(packed_bytes(s.weight, linears[n]) for n, s in schemes.items()) if _keeps_codes(config) else 0,
@@ -104,9 +105,10 @@ def estimate_training(name: str, config: Config, *, device: str = "cpu") -> Esti
     parts = {key: value for key, value in (always | of_training).items() if value}
     moments = _moments(config, sizes, trained, always, of_training, tokens, dtype, device)
     if config.qat.enabled:
-        codes = sum(packed_bytes(s.weight, linears[n]) for n, s in schemes.items() if n in linears)
-        rest = dense - _matrix_bytes({n: linears[n] for n in schemes if n in linears}, dtype)
-        moments |= _end_of_qat(config, sizes, always, of_training, codes + rest, dtype)
+        coded = {name: linears[name] for name in schemes if name in linears}
+        codes = sum(packed_bytes(schemes[name].weight, shape) for name, shape in coded.items())
+        rest = dense - _matrix_bytes(coded, dtype)
+        moments["the end"] = _end_of_qat(config, sizes, always, of_training, codes, rest)
     if config.blockwise.epochs:
         moments |= _of_blocks(config, sizes, linears, always["process"] + dense, tokens, dtype)
     return Estimate(name, parts, moments, _note(config, sizes))
@@ -158,18 +160,23 @@ def _keeps_codes(config: Config) -> bool:
     return config.qat.enabled and config.train.weights is Weights.lora
 
 
+def _is_blockwise(config: Config) -> bool:
+    """Packed one block after the other, and read again while that lasts: the 16-bit file stays mapped."""
+    return config.train.weights is Weights.scales
+
+
 def _matrix_bytes(linears: dict[str, Shape], dtype: torch.dtype) -> int:
     return sum(rows * columns for rows, columns in linears.values()) * dtype.itemsize
 
 
 def _packed_away(config: Config, linears: dict[str, Shape], dtype: torch.dtype) -> int:
     """Bytes of dense matrices that are packed before training begins."""
-    packs = _is_packed(config) or config.train.weights is Weights.scales
+    packs = _is_packed(config) or _is_blockwise(config)
     return _matrix_bytes(linears, dtype) if packs else 0
 
 
 def _packed(config: Config, linears: dict[str, Shape]) -> int:
-    if config.train.weights is Weights.scales:  # the scales themselves are trained, and counted there
+    if _is_blockwise(config):  # the scales themselves are trained, and counted there
         quantizer = Scheme.named(config.qat.scheme.value).weight
         return sum(packed_bytes(quantizer, shape) for shape in linears.values()) - 4 * num_groups(
             quantizer, linears.values()
@@ -272,16 +279,18 @@ def _layer_gradient(sizes: Sizes) -> int:
 
 
 def _end_of_qat(
-    config: Config,
-    sizes: Sizes,
-    always: dict[str, int],
-    of_training: dict[str, int],
-    exported: int,
-    dtype: torch.dtype,
-) -> dict[str, int]:
-    """Codes in memory, copied to be written, and read back; then a server over them (trainer/finish.py)."""
-    kept = always["process"] + of_training["optimizer"] + of_training["masters"] + always["adapter and scales"]
-    return {"the end": kept + 3 * exported}
+    config: Config, sizes: Sizes, always: dict[str, int], of_training: dict[str, int], codes: int, rest: int
+) -> int:
+    """What training keeps, the codes in memory, copied to be written and read back, a server over them, and float32
+    log-probabilities of the tokens that are compared (trainer/finish.py).
+
+    rest  bytes of what has no codes
+    """
+    kept = sum(always.values()) + of_training["optimizer"] + of_training["masters"]
+    codes_in_memory = 0 if always["codes"] else codes
+    compared = 3 * 4 * config.qat.compare_tokens * sizes.vocab_size
+    served = codes + sizes.vocab_size * sizes.hidden_size
+    return kept + codes_in_memory + 2 * (codes + rest) + served + compared
 
 
 def _of_blocks(
