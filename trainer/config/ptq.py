@@ -45,7 +45,11 @@ CODEBOOKS = ("int4", "int8", "nf4", "fp4", "nf3", "nf2")
 EXPORTS = ("quantized", "merged", "gptq", "awq", "compressed_tensors", "bnb", "gguf")
 REPORT = "quantize.json"
 """What marks a folder that quantize.py wrote."""
-DEFAULT_FOLD = {PtqMethod.awq: Fold.awq, PtqMethod.smoothquant: Fold.smooth}
+DEFAULT_FOLD = {
+    PtqMethod.awq: Fold.awq,
+    PtqMethod.smoothquant: Fold.smooth,
+    PtqMethod.int8_dynamic: Fold.smooth,
+}
 
 
 @dataclass
@@ -56,8 +60,9 @@ class PtqConfig:
     """A Hugging Face folder, a .gguf file, `org/name` on the hub, smollm2_135m or tiny; in 16 or 32 bits."""
     method: PtqMethod = PtqMethod.gptq
     """rtn rounds to nearest; awq protects the weights of large inputs and cuts ranges; gptq makes errors cancel;
-    smoothquant has INT8 weights and static INT8 inputs; int8_dynamic INT8 weights and inputs with a scale a token; hqq
-    fits scales and zero points without data; gguf has the blocks of llama.cpp (`gguf_type`)."""
+    smoothquant has INT8 weights and static INT8 inputs; int8_dynamic inputs with a scale a token, smoothed too unless
+    fold=none, which needs no data; hqq fits scales and zero points without data; gguf has llama.cpp's blocks
+    (`gguf_type`)."""
     output_dir: str | None = None
     """Where the result goes; null for outputs/ptq/<model>_<method>."""
     formats: list[str] = field(default_factory=list)
@@ -123,9 +128,9 @@ class PtqConfig:
     match: Match = Match.quantized
     """gptq: make the quantized model's layers give what they give for their own inputs in 16 bits (quantized), or what
     the 16-bit model's layers give for theirs (original)."""
-    min_signal: float = 15.0
-    """smoothquant: a layer whose product with static inputs has a signal to noise ratio below this many dB gets a scale
-    a token."""
+    min_signal: float = 34.0
+    """smoothquant, int8_dynamic: what rounding its inputs must leave of a layer's product, in dB of signal to noise;
+    with less a static scale becomes a scale a token, and that 16-bit inputs. 0 rounds the inputs of every layer."""
 
     max_pass_tokens: int | None = None
     """Tokens that go through a block at once; null for 2048 on a CPU and 16384 on a GPU."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.blockwise.activation_stream import ActivationStream
 from trainer.config.errors import UserError
-from trainer.config.ptq import ActOrder, Fold, Match, PtqConfig, PtqMethod
+from trainer.config.ptq import INT8_METHODS, ActOrder, Fold, Match, PtqConfig, PtqMethod
 from trainer.fused_decoder import STAGES, FusedDecoder
 from trainer.ptq.awq import clipped_codes, searched_factor
 from trainer.ptq.folds import BlockWeights
@@ -120,13 +120,12 @@ class BlockQuantizer:
         attended: dict[str, ActivationStream],
     ) -> InputStatistics:
         """The inputs of a stage, over all rows; what attention gave is kept, to be multiplied once more."""
-        static = self._config.method is PtqMethod.smoothquant
-        statistics = InputStatistics(with_hessian=not static)
+        statistics, sampled = InputStatistics(), self._config.method in INT8_METHODS
         num_passes = len(list(streams.passes()))
         for rows in streams.passes():
             x = self._input(index, stage, streams.inputs, rows, block)
             x16 = None if original is None else self._input(index, stage, streams.original, rows, original)
-            statistics.add(x, x16, sample_tokens=static * -(-SAMPLE_TOKENS // num_passes))
+            statistics.add(x, x16, sample_tokens=sampled * -(-SAMPLE_TOKENS // num_passes))
             if stage == 1:
                 for key, stream, part in (("inputs", streams.inputs, x), ("original", streams.original, x16)):
                     if part is not None:
@@ -215,7 +214,7 @@ class BlockQuantizer:
                 chosen[name] = choose(weights.weights[name], scheme)
         except ValueError as error:
             raise UserError(f"{where}.{name}: {error}") from None
-        schemes, scale = self._static_inputs(weights, schemes, chosen, statistics, notes)
+        schemes, scale = self._inputs(weights, schemes, chosen, statistics, notes)
         reports = []
         for name, scheme in schemes.items():
             weight, module = weights.weights[name], weights.block.get_submodule(name)
@@ -235,8 +234,9 @@ class BlockQuantizer:
             return lambda weight, scheme: hqq(weight, scheme.weight)
         if config.method is PtqMethod.awq:
             return lambda weight, scheme: clipped_codes(weight, scheme.weight, statistics.hessian)
-        if config.method is not PtqMethod.gptq:
+        if config.method is PtqMethod.rtn:
             return lambda weight, scheme: scheme.weight.quantize(weight)
+        of_floats = config.method is PtqMethod.gptq
         hessian = statistics.hessian
         inverse = inverse_of(
             hessian, damping=config.damping, act_order=config.act_order is not ActOrder.none, name=where
@@ -252,14 +252,14 @@ class BlockQuantizer:
             return gptq(
                 *(weight, scheme.weight, hessian, inverse),
                 damping=inverse.damping,
-                search=config.search_scales,
-                refit=config.refit_scales,
+                search=config.search_scales and of_floats,
+                refit=config.refit_scales and of_floats,
                 grouped_order=config.act_order is ActOrder.groups,
             )
 
         return choose
 
-    def _static_inputs(
+    def _inputs(
         self,
         weights: BlockWeights,
         schemes: Mapping[str, Scheme],
@@ -267,18 +267,25 @@ class BlockQuantizer:
         statistics: InputStatistics | None,
         notes: list[str],
     ) -> tuple[Mapping[str, Scheme], Tensor | None]:
-        """The scale that layers of one input share; where one scale cannot hold it, schemes of a scale a token."""
-        if not any(scheme.activations is not None and scheme.activations.static for scheme in schemes.values()):
+        """How layers of one input round it, and the scale if that is static: as asked where enough of the product is
+        left, else with a scale a token, else not at all."""
+        if not any(scheme.activations is not None for scheme in schemes.values()):
             return schemes, None
-        wanted = [weights.weights[name] for name in schemes]
         values = [chosen[name].dequantize(torch.float32) for name in schemes]
-        scale = static_scale(wanted, values, statistics.sample, statistics.absmax)
-        scale = scale.to(getattr(torch, self._config.scale_dtype)).float()  # as files will hold it
-        signal = signal_to_noise(wanted, values, statistics.sample, scale)
+        if any(scheme.activations.static for scheme in schemes.values()):
+            wanted = [weights.weights[name] for name in schemes]
+            scale = static_scale(wanted, values, statistics.sample, statistics.absmax)
+            scale = scale.to(getattr(torch, self._config.scale_dtype)).float()  # as files will hold it
+            signal = signal_to_noise(values, statistics.sample, scale)
+            if signal >= self._config.min_signal:
+                return schemes, scale
+            notes.append(f"a scale a token: static inputs leave {signal:.1f} dB")
+            schemes = {name: Scheme.named("int8", **_int8_settings(scheme)) for name, scheme in schemes.items()}
+        signal = signal_to_noise(values, statistics.sample, None)
         if signal >= self._config.min_signal:
-            return schemes, scale
-        notes.append(f"a scale a token: static inputs leave {signal:.1f} dB")
-        return {name: Scheme.named("int8", **_int8_settings(scheme)) for name, scheme in schemes.items()}, None
+            return schemes, None
+        notes.append(f"inputs in 16 bits: a scale a token leaves {signal:.1f} dB")
+        return {name: Scheme(scheme.weight) for name, scheme in schemes.items()}, None
 
 
 def _int8_settings(scheme: Scheme) -> dict[str, object]:

@@ -1,12 +1,12 @@
 """How a model was quantized, in words, for logs and model cards."""
 
-from trainer.config.ptq import ActOrder, Fold, Match, PtqConfig, PtqMethod
+from trainer.config.ptq import INT8_METHODS, ActOrder, Fold, Match, PtqConfig, PtqMethod
 
 _METHODS = {
     PtqMethod.rtn: "Rounded to nearest",
     PtqMethod.awq: "AWQ",
     PtqMethod.gptq: "GPTQ",
-    PtqMethod.smoothquant: "INT8 weights and static INT8 inputs, by SmoothQuant",
+    PtqMethod.smoothquant: "Static INT8 inputs by SmoothQuant",
     PtqMethod.int8_dynamic: "INT8 inputs with a scale a token",
     PtqMethod.hqq: "HQQ",
 }
@@ -25,7 +25,9 @@ def describe_ptq(config: PtqConfig, data: str) -> str:
         text += f" without {_FOLDS[named]}"
     elif config.fold is not named:
         text += f" with {_FOLDS[config.fold]}"
-    text += f" to {_describe_weights(config)}"
+    int8 = config.method in INT8_METHODS
+    text += f"{' and weights in' if int8 else ' to'} {_describe_weights(config)}"
+    text += ", by GPTQ" if int8 and config.fold is not Fold.none else ""
     if config.method is PtqMethod.gptq:
         order = _ORDERS.get(config.act_order)
         text += f", rounding features {order}" if order else ""

@@ -69,6 +69,7 @@ def methods(sizes: Sizes) -> dict[str, tuple[str, ...]]:
     found["awq_int4_g32_asymmetric"] = ("method=awq", *grids["int4_g32_asymmetric"])
     found["smoothquant"] = ("method=smoothquant",)
     found["int8_dynamic"] = ("method=int8_dynamic",)
+    found["int8_dynamic-plain"] = ("method=int8_dynamic", "fold=none")
     found["gptq_nf4"] = ("method=gptq", *grids["nf4"])
     found["gptq_int4_g64"] = ("method=gptq", *grids["int4_g64"])
     found["gptq_int4_g32_asymmetric"] = ("method=gptq", *grids["int4_g32_asymmetric"])

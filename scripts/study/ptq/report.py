@@ -29,7 +29,8 @@ METHODS = {
 }
 INT8 = {
     "rtn_int8": "INT8 weights, rounded to nearest",
-    "int8_dynamic": "method=int8_dynamic: inputs with a scale a token",
+    "int8_dynamic-plain": "method=int8_dynamic fold=none: inputs with a scale a token",
+    "int8_dynamic": "method=int8_dynamic: the same, smoothed",
     "smoothquant": "method=smoothquant: static inputs",
 }
 MAKERS = {"ours": "lowbit", "imatrix": "lowbit, with an importance matrix", "llama.cpp": "llama.cpp"}
@@ -96,7 +97,7 @@ def bars(results: Results) -> list[Finding]:
     for name, share in (("smoothquant", 0.01), ("int8_dynamic", 0.005)):
         value = results.perplexity(name)
         if value is not None and exact is not None:
-            claim = f"{INT8[name].partition(':')[0]} within {100 * share:g} % of 16 bits"
+            claim = f"method={name} within {100 * share:g} % of 16 bits"
             found.append((claim, f"{100 * (value / exact - 1):+.2f} %", value <= exact * (1 + share)))
     for name, (kind, maker) in results.gguf.items():
         theirs = results.perplexity(f"gguf-llama.cpp_{kind}")
@@ -167,11 +168,14 @@ def _four_bits(results: Results) -> list[str]:
 
 def _eight_bits(results: Results) -> list[str]:
     rows = [_row(results, name, label) for name, label in INT8.items() if name in results.by_name]
-    notes = results.by_name.get("smoothquant", {}).get("notes", [])
-    fallen = [note.partition(":")[0].removeprefix("model.layers.") for note in notes if "a scale a token" in note]
-    named = f" ({', '.join(fallen)})" if fallen else ""
-    text = f"""Static scales are one number a layer; where the product with it has a signal to noise ratio under
-    `min_signal`, the layer gets a scale a token: {len(fallen)} layers here{named}."""
+    lines = []
+    for name in ("int8_dynamic", "smoothquant"):
+        notes = results.by_name.get(name, {}).get("notes", [])
+        tokens = sum("a scale a token: static" in note and "16 bits" not in note for note in notes)
+        floats = sum("inputs in 16 bits" in note for note in notes)
+        lines.append(f"method={name}: {tokens} layers fell back to a scale a token, {floats} to 16-bit inputs")
+    text = f"""Where rounding its inputs leaves less of a layer's product than `min_signal` (34 dB), a static scale
+    becomes a scale a token, and that 16-bit inputs. {"; ".join(lines)}."""
     return ["## Eight bits", table(("", *HEADER), rows), paragraph(text)] if rows else []
 
 
