@@ -61,11 +61,10 @@ def quantize_blocks(
     """
     if config.method in DATA_FREE and config.fold is Fold.none:
         return [quantize_layer(model, name, scheme, config) for name, scheme in schemes.items()]
-    require_blocks(model, schemes)
-    decoder = FusedDecoder(model)
-    phase = phase_sha256(model, schemes, rows, config)
-    folder.mkdir(parents=True, exist_ok=True)
+    decoder = open_decoder(model, schemes)
     streams = open_streams(model, rows, config, device)
+    phase = phase_sha256(model, schemes, rows, config, place=f"{device.type}, {streams.max_tokens} tokens a pass")
+    folder.mkdir(parents=True, exist_ok=True)
     quantizer = BlockQuantizer(decoder, config, device)
     model.model.rotary_emb.to(device)
     reports: list[LayerReport] = []
@@ -101,15 +100,20 @@ def _say(index: int, count: int, reports: Sequence[LayerReport], seconds: float)
             log.info("         %s: %s", report.name, report.note)
 
 
-def require_blocks(model: PreTrainedModel, names: Iterable[str]) -> None:
+def open_decoder(model: PreTrainedModel, names: Iterable[str]) -> FusedDecoder:
     """raises  UserError if our decoder does not run the model, or a layer lies in no block"""
-    reason = why_unsupported(model.config)
-    require(
-        reason is None, f"methods that calibrate run the blocks of Llamas, and {reason}; use method=rtn or int8_dynamic"
-    )
     for name in names:
-        if not name.startswith("model.layers."):
-            raise UserError(f"{name} lies in no block; methods that calibrate are for layers of blocks: exclude it")
+        require(
+            why_unsupported(model.config) is not None or name.startswith("model.layers."),
+            f"{name} lies in no block; methods that calibrate are for layers of blocks: exclude it",
+        )
+    try:
+        return FusedDecoder(model)
+    except ValueError as error:
+        raise UserError(
+            f"methods that calibrate run the blocks of Llamas, and {error}; use method=rtn or int8_dynamic, or with "
+            "method=gguf imatrix=false"
+        ) from None
 
 
 def open_streams(
