@@ -177,7 +177,10 @@ def test_matching_the_16bit_model():
 def test_no_row_loses_by_being_refitted():
     """What a row wins can be less than what rounding its new scales costs; bfloat16's are rounded by up to 2^-9."""
     weight, _, hessian = problem(out_features=256)
-    inverse, quantizer = inverse_of(hessian, damping=0.01, act_order=True), Quantizer("int8", scale_dtype="bfloat16")
+    inverse, quantizer = (
+        inverse_of(hessian, damping=0.01, act_order=True),
+        Quantizer("int4", group_size=-1, scale_dtype="bfloat16"),
+    )
     refitted, plain = (
         gptq(weight, quantizer, hessian, inverse, damping=0.01, refit=refit).dequantize(torch.float32) - weight
         for refit in (True, False)
