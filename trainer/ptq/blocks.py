@@ -36,9 +36,14 @@ Progress = Callable[[int, int], None]
 
 def needs_data(config: PtqConfig) -> bool:
     """Whether codes depend on inputs."""
+    return runs_blocks(config) or config.bits_budget is not None
+
+
+def runs_blocks(config: PtqConfig) -> bool:
+    """Whether the model's blocks are run here, and not only its layers looked at."""
     if config.method is PtqMethod.gguf:
         return config.imatrix
-    return config.method not in DATA_FREE or config.fold is not Fold.none or config.bits_budget is not None
+    return config.method not in DATA_FREE or config.fold is not Fold.none
 
 
 @torch.no_grad()
@@ -59,7 +64,7 @@ def quantize_blocks(
     device  where a block is quantized; the model stays where it is
     raises  UserError naming the layer or what the model has that is not computed here
     """
-    if config.method in DATA_FREE and config.fold is Fold.none:
+    if not runs_blocks(config):
         return [quantize_layer(model, name, scheme, config) for name, scheme in schemes.items()]
     decoder = open_decoder(model, schemes)
     streams = open_streams(model, rows, config, device)

@@ -33,7 +33,7 @@ from trainer.export.layouts import Provenance, require_layout, write_layout
 from trainer.linear import linears_to_pack
 from trainer.metrics import peak_memory_bytes
 from trainer.model import MIN_QUANTIZED_SHARE, load_model
-from trainer.ptq.blocks import Progress, needs_data, quantize_blocks
+from trainer.ptq.blocks import Progress, needs_data, open_decoder, quantize_blocks, runs_blocks
 from trainer.ptq.calibration import Calibration, load_calibration, warn_of_calibration
 from trainer.ptq.describe import describe_ptq
 from trainer.ptq.gguf import input_importance, quantize_to_gguf
@@ -241,7 +241,7 @@ def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme
     """Name -> scheme of each layer that is quantized, in the model's order; output head and embeddings never are.
 
     raises  UserError naming a layer whose groups do not fit or whose weight is not finite, a model that is packed
-            already or mostly not made of linear layers, or a pattern that fits no layer
+            already, mostly not made of linear layers or of blocks that do not run here, or a pattern that fits no layer
     """
     require(
         not packed_layers(model),
@@ -255,6 +255,8 @@ def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme
         require(any(_fits(name, pattern) for name in names), f"exclude has {pattern!r}, which ends no layer's name")
     chosen = [name for name in names if not any(_fits(name, pattern) for pattern in config.exclude)]
     require(bool(chosen), f"exclude={config.exclude} leaves no layer to quantize")
+    if runs_blocks(config):
+        open_decoder(model, chosen)  # says what it does not compute
     if config.method is PtqMethod.gguf:
         return dict.fromkeys(chosen, None)  # which type a tensor gets is llama.cpp's rule
     schemes = _schemes(config)
