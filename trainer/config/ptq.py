@@ -118,7 +118,8 @@ class PtqConfig:
     alpha: float | None = None
     """smooth: how much of the difficulty goes from inputs to weights, 0 to 1; null searches stage by stage."""
     damping: float = 0.01
-    """gptq: added to the Hessian's diagonal, as a share of its mean; more where there is no Cholesky factor."""
+    """gptq, smoothquant, int8_dynamic: added to the Hessian's diagonal, as a share of its mean; more where there is no
+    Cholesky factor."""
     act_order: ActOrder = ActOrder.static
     """gptq: features with the largest inputs are rounded first, in groups of the file's order (static), or groups are
     cut along that order too (groups: the file gets a g_idx, which some engines read slowly); none: left to right."""
@@ -211,8 +212,11 @@ class PtqConfig:
         """raises  UserError for a key that was set and that nothing reads"""
         books, method = set(self._codebooks), f"method={self.method}"
         chosen = f"codebook={' and '.join(self._codebooks)}" if books else method
-        smooth, files = self.method is PtqMethod.smoothquant, set(self.formats) - {"quantized", "gguf"}
-        gptq = dict.fromkeys(("damping", "act_order", "search_scales", "refit_scales", "match"), self.method == "gptq")
+        files = set(self.formats) - {"quantized", "gguf"}
+        measured = self.method is PtqMethod.smoothquant or (
+            self.method is PtqMethod.int8_dynamic and self.fold is not Fold.none
+        )
+        gptq = dict.fromkeys(("act_order", "search_scales", "refit_scales", "match"), self.method == "gptq")
         gguf = dict.fromkeys(("gguf_type", "imatrix"), not books)
         codes = dict.fromkeys(("codebook", "exclude", "bits_budget"), bool(books))
         readers = {
@@ -220,7 +224,8 @@ class PtqConfig:
             **{name: (read, method, "method=gguf") for name, read in gguf.items()},
             **{name: (read, method, "another method") for name, read in codes.items()},
             "fold": (bool(books) or self.fold is Fold.none, method, "another method"),
-            "min_signal": (smooth, method, "method=smoothquant"),
+            "damping": (measured or self.method is PtqMethod.gptq, method, "method=gptq"),
+            "min_signal": (measured, f"{method} fold={self.fold}", "method=smoothquant"),
             "alpha": (self.fold is Fold.smooth, f"fold={self.fold}", "fold=smooth"),
             "symmetric": ("int4" in books, chosen, "codebook=int4"),
             **dict.fromkeys(("group_size", "scale_dtype"), (bool(books & INTEGERS), chosen, "codebook=int4 or int8")),
