@@ -220,7 +220,7 @@ def test_models_that_are_none(model, tmp_path):
     shutil.copytree(model, with_dropout)
     config = json.loads((model / "config.json").read_text())
     (with_dropout / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
-    with pytest.raises(UserError, match=r"attention_dropout=0.1 is not 0; use method=rtn"):
+    with pytest.raises(UserError, match=r"attention_dropout=0.1 is not 0; use method=rtn, hqq, or int8_dynamic with fold=none"):
         run(with_dropout, tmp_path / "q")
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 260}
     others = {

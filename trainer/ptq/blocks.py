@@ -116,8 +116,8 @@ def open_decoder(model: PreTrainedModel, names: Iterable[str]) -> FusedDecoder:
         return FusedDecoder(model)
     except ValueError as error:
         raise UserError(
-            f"methods that calibrate run the blocks of Llamas, and {error}; use method=rtn or int8_dynamic, or with "
-            "method=gguf imatrix=false"
+            f"methods that calibrate run the blocks of Llamas, and {error}; use method=rtn, hqq, or int8_dynamic with "
+            "fold=none, or gguf with imatrix=false"
         ) from None
 
 
