@@ -60,11 +60,9 @@ def parse(arguments: list[str]) -> dict[str, str]:
     known = ("run", "format", *LAYOUT_KEYS.get(given.get("format", ""), tuple(KEYS)))
     unknown = [key for key in given if key not in known]
     if unknown or not given.get("run") or not given.get("format"):
-        what = (
-            f"{unknown[0]} is not a key of format={given.get('format')}"
-            if unknown
-            else f"{'format' if given.get('run') else 'run'} is not set"
-        )
+        chosen = f" of format={given['format']}" if given.get("format") else ""
+        missing = "format" if given.get("run") else "run"
+        what = f"{unknown[0]} is not a key{chosen}" if unknown else f"{missing} is not set"
         keys = " ".join(f"[{key}=...]" for key in known[2:])
         raise UserError(f"{what}; use {usage} {keys}")
     return given

@@ -166,10 +166,10 @@ def test_gguf_with_an_importance_matrix(model, tmp_path):
     assert weighed.report["notes"] and "importance matrix" not in plain.report["data"]
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [("gptq", "gguf_type"), ("bnb", "allow_rounded_scales"), ("gguf", "dtype"), ("gguf_adapter", "dtype")],
-)
+UNREAD = {"gptq": "gguf_type", "bnb": "allow_rounded_scales", "gguf": "dtype", "gguf_adapter": "dtype"}
+
+
+@pytest.mark.parametrize(("name", "key"), UNREAD.items())
 def test_keys_that_a_layout_does_not_read_are_refused(name, key, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import export as command
