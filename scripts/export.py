@@ -26,7 +26,13 @@ from trainer.config.ptq import EXPORTS
 
 KEYS = {"dtype": "export.dtype", "allow_lossy": "export.allow_lossy"}
 LAYOUTS = (*(name for name in EXPORTS if name not in EXPORT_FORMATS), "gguf_adapter")
-LAYOUT_KEYS = ("dtype", "gguf_type", "allow_rounded_scales")
+LAYOUT_KEYS = {
+    **dict.fromkeys(("gptq", "awq", "compressed_tensors"), ("dtype", "allow_rounded_scales")),
+    "bnb": ("dtype",),
+    "gguf": ("gguf_type",),
+    "gguf_adapter": (),
+}
+"""What each layout reads beside run and format."""
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -51,10 +57,12 @@ def parse(arguments: list[str]) -> dict[str, str]:
     """
     given = dict(item.partition("=")[::2] for item in arguments)
     usage = f"python scripts/export.py run=<run folder> format={'|'.join((*EXPORT_FORMATS, *LAYOUTS))}"
-    known = ("run", "format", *(LAYOUT_KEYS if given.get("format") in LAYOUTS else KEYS))
+    known = ("run", "format", *LAYOUT_KEYS.get(given.get("format", ""), tuple(KEYS)))
     unknown = [key for key in given if key not in known]
     if unknown or not given.get("run") or not given.get("format"):
-        what = f"{unknown[0]} is not a key" if unknown else f"{'format' if given.get('run') else 'run'} is not set"
+        chosen = f" of format={given['format']}" if given.get("format") else ""
+        missing = "format" if given.get("run") else "run"
+        what = f"{unknown[0]} is not a key{chosen}" if unknown else f"{missing} is not set"
         keys = " ".join(f"[{key}=...]" for key in known[2:])
         raise UserError(f"{what}; use {usage} {keys}")
     return given

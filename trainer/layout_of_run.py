@@ -46,6 +46,7 @@ def export_layout(
     folder = folder if quantized else find_run(run)
     target = folder / "export" / name
     if name == "gguf_adapter":
+        require(not quantized, f"run={run} is a quantized model, which has no adapter; give a LoRA run")
         return _write_adapter(folder, target)
     if quantized or read_run_config(folder).qat.enabled:
         return _write_codes(folder, target, name, dtype, gguf_type or AS_TRAINED, allow_rounded_scales)
@@ -68,10 +69,26 @@ def _exported(folder: Path, name: str) -> Path:
     return export if (export / "config.json").is_file() else export_run(str(folder), f"export.formats=[{name}]")[name]
 
 
+def _quantized_here(folder: Path) -> Path:
+    """What quantize.py wrote as `quantized`.
+
+    raises  UserError if it did not, or the codes there are not those of quantize.json
+    """
+    source, report = folder / "export" / "quantized", json.loads((folder / REPORT).read_text())
+    again = f"python scripts/quantize.py with the same settings, output_dir={folder} and formats=[quantized] writes it"
+    require("packed_sha256" in report, f"{folder} holds a GGUF file and no codes that other layouts have")
+    require(
+        (source / "lowbit.json").is_file(), f"{folder} holds no export/quantized, from which codes are taken; {again}"
+    )
+    sha256 = json.loads((source / "lowbit.json").read_text())["quantized"]["packed_sha256"]
+    require(sha256 == report["packed_sha256"], f"{source} holds other codes than {folder / REPORT} is about; {again}")
+    return source
+
+
 def _write_codes(
     folder: Path, target: Path, name: str, dtype: torch.dtype | None, gguf_type: str, allow_rounded_scales: bool
 ) -> Path:
-    source = _exported(folder, "quantized")
+    source = _quantized_here(folder) if (folder / REPORT).is_file() else _exported(folder, "quantized")
     model, tokenizer = load_model(ModelConfig(ModelSource.folder, str(source), dtype=DType.auto))
     identity = json.loads((source / "lowbit.json").read_text())["quantized"]
     provenance = Provenance(

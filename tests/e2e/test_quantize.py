@@ -1,13 +1,22 @@
 """scripts/quantize.py and scripts/export.py: every method from the command to what serves it, stopped and gone on."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from tests.e2e.conftest import ROOT
 from trainer import LLM, SamplingParams, UserError
@@ -157,6 +166,19 @@ def test_gguf_with_an_importance_matrix(model, tmp_path):
     assert weighed.report["notes"] and "importance matrix" not in plain.report["data"]
 
 
+UNREAD = {"gptq": "gguf_type", "bnb": "allow_rounded_scales", "gguf": "dtype", "gguf_adapter": "dtype"}
+
+
+@pytest.mark.parametrize(("name", "key"), UNREAD.items())
+def test_keys_that_a_layout_does_not_read_are_refused(name, key, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import export as command
+
+    with pytest.raises(UserError, match=f"{key} is not a key of format={name}"):
+        command.parse(["run=r", f"format={name}", f"{key}=true"])
+    assert set(command.LAYOUT_KEYS) == set(command.LAYOUTS)
+
+
 MISTAKES = {
     "group": (["group_size=96"], "does not divide in_features=128 of|group_size=96 does not divide in_features=128"),
     "unknown key": (["metod=rtn"], "did you mean method"),
@@ -170,6 +192,17 @@ MISTAKES = {
     "data": (["data=nothing.jsonl"], "is not a file"),
     "blocks": (["codebook=nf4", "block_size=64"], "cross the rows of in_features=160"),
     "hqq": (["method=hqq", "codebook=nf4"], "use method=rtn"),
+    "no such group": (["group_size=33"], "group_size=33 is no multiple of 32"),
+    "no such scales": (["scale_dtype=half"], "scale_dtype=half; use one of"),
+    "scales of GPTQ": (
+        ["scale_dtype=float32", "formats=[gptq]"],
+        "would round scales of scale_dtype=float32 to float16",
+    ),
+    "scales": (
+        ["dtype=bfloat16", "formats=[compressed_tensors]"],
+        "would round scales of scale_dtype=float16 to bfloat16; use scale_dtype=bfloat16",
+    ),
+    "groups": (["method=smoothquant", "group_size=32", "formats=[compressed_tensors]"], "use group_size=-1"),
 }
 
 
@@ -186,6 +219,95 @@ def test_mistakes_are_answered_before_any_block(case, model, tmp_path, capsys, m
     error = capsys.readouterr().err
     assert any(part in error for part in message.split("|")), error
     assert not (tmp_path / "q").exists()
+
+
+def test_models_that_are_none(model, tmp_path):
+    """Each is answered before a block is touched, with what can be given instead."""
+    for name, kind in (("config.yaml", "a run"), ("quantize.json", "a quantized model"), ("adapter_config.json", "an")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        with pytest.raises(UserError, match=f"is the folder of {kind}.*format=merged"):
+            run(folder, tmp_path / "q")
+    with_dropout = tmp_path / "dropout"
+    shutil.copytree(model, with_dropout)
+    config = json.loads((model / "config.json").read_text())
+    (with_dropout / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    with pytest.raises(UserError, match="attention_dropout=0.1 is not 0; use method=rtn, hqq, or int8_dynamic with"):
+        run(with_dropout, tmp_path / "q")
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 260}
+    others = {
+        "granite": (
+            GraniteConfig(**small, num_attention_heads=2, num_key_value_heads=2, logits_scaling=4.0),
+            "compared",
+        ),
+        "gpt2": (GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=260), "only 0% of gpt2's weights"),
+    }
+    for name, (config, message) in others.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / name)
+        with pytest.raises(UserError, match=message):
+            run(tmp_path / name, tmp_path / "q", "rtn")
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_folder_holds_one_set_of_codes(model, tmp_path):
+    """Exports of two settings would lie beside each other, and later ones be made of the older codes."""
+    folder = tmp_path / "q"
+    first = run(model, folder, "rtn", formats=["gptq"])
+    with pytest.raises(UserError, match=r"codes with other settings \(group_size\)"):
+        run(model, folder, "rtn", group_size=-1)
+    with pytest.raises(UserError, match=r"has no export/quantized.*formats=\[quantized\]"):
+        export_layout(str(folder), "awq")
+    with pytest.raises(UserError, match="which has no adapter"):
+        export_layout(str(folder), "gguf_adapter")
+    more = run(model, folder, "rtn")
+    assert more.report["packed_sha256"] == first.report["packed_sha256"]
+    assert export_layout(str(folder), "awq").is_dir()
+    report = json.loads((folder / "quantize.json").read_text())
+    (folder / "quantize.json").write_text(json.dumps(report | {"packed_sha256": "0" * 64}))
+    with pytest.raises(UserError, match="holds other codes than"):
+        export_layout(str(folder), "awq")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(UserError, match="holds a config.yaml, of something else"):
+        run(model, tmp_path / "run", "rtn")
+
+
+def test_two_processes_do_not_write_one_folder(model, tmp_path):
+    def second(done: int, total: int) -> None:
+        if done > 1:
+            return
+        with pytest.raises(UserError, match="is being written by another process"):
+            run(model, tmp_path)
+
+    quantize(PtqConfig(model=str(model), output_dir=str(tmp_path), dtype="float32", **SMALL), progress=second)
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_a_format_that_fails_costs_no_block(model, tmp_path, monkeypatch):
+    """The disk is full when the export is written: the same command reads the blocks and writes it."""
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer.ptq.run.write_layout", Mock(side_effect=UserError("disk is full")))
+        with pytest.raises(UserError, match="disk is full"):
+            run(model, tmp_path)
+    assert len(list((tmp_path / ".blocks").iterdir())) == 3 and not (tmp_path / "quantize.json").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer.ptq.block.gptq", Mock(side_effect=AssertionError("a block was quantized again")))
+        run(model, tmp_path, formats=["merged"])
+
+
+def test_blocks_of_another_pass_size_are_not_gone_on_with(model, tmp_path):
+    """The order of GPTQ's sums is another, and so are some of its codes."""
+
+    def stop(done: int, total: int) -> None:
+        raise InterruptedError
+
+    settings = {"model": str(model), "dtype": "float32", "output_dir": str(tmp_path / "cut"), **SMALL}
+    with pytest.raises(InterruptedError):
+        quantize(PtqConfig(**settings), progress=stop)
+    with pytest.raises(UserError, match="another device"):
+        quantize(PtqConfig(**settings, max_pass_tokens=100))
 
 
 def damaged(model: Path, folder: Path, change) -> Path:

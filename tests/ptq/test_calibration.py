@@ -67,6 +67,18 @@ def test_what_cannot_be_read(text, tokenizer, tmp_path):
         config("data.csv")
 
 
+def test_rows_of_one_token_predict_nothing(tokenizer, tmp_path):
+    path = tmp_path / "short.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": letter * (1 + 9 * (letter > "m"))}) + "\n" for letter in "abcdnopqrstu")
+    )
+    found = load_calibration(config(path, rows=12), tokenizer)
+    assert all(len(row) > 1 for row in found.rows + found.held_out) and found.rows and found.held_out
+    path.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in "abcdefgh"))
+    with pytest.raises(UserError, match="only rows of one token"):
+        load_calibration(config(path), tokenizer)
+
+
 def test_what_is_doubtful_is_said(caplog):
     good = Calibration([[1] * 64] * 10, [[1, 2]], "")
     assert warn_of_calibration(good, widest=80, loss=3.0) == [] and not caplog.records

@@ -172,3 +172,32 @@ def test_matching_the_16bit_model():
     assert torch.equal(towards_16bit(weight, hessian, hessian, damping=0.01), weight)
     nothing = torch.zeros_like(hessian)
     assert torch.equal(towards_16bit(weight, nothing, nothing, damping=0.01), weight)
+
+
+def test_no_row_loses_by_being_refitted():
+    """What a row wins can be less than what rounding its new scales costs; bfloat16's are rounded by up to 2^-9."""
+    weight, _, hessian = problem(out_features=256)
+    inverse, quantizer = (
+        inverse_of(hessian, damping=0.01, act_order=True),
+        Quantizer("int4", group_size=-1, scale_dtype="bfloat16"),
+    )
+    refitted, plain = (
+        gptq(weight, quantizer, hessian, inverse, damping=0.01, refit=refit).dequantize(torch.float32) - weight
+        for refit in (True, False)
+    )
+    ours, theirs = (((error @ hessian.float()) * error).sum(1) for error in (refitted, plain))
+    assert bool((ours <= theirs).all()) and bool((ours < theirs).any()) and bool((ours == theirs).any())
+
+
+def test_fitted_scales_are_never_negative():
+    """Two groups of the same inputs and opposite weights pull each other's scales through zero."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 32, generator=generator)
+    x = torch.cat([x, x + 1e-3 * torch.randn(512, 32, generator=generator)], 1)
+    hessian, quantizer = (x.T @ x).double(), Quantizer("int4")
+    weight = torch.randn(16, 64, generator=generator)
+    grid = WeightGrid.spanning(weight, quantizer)
+    codes = torch.randint(0, 16, weight.shape, generator=generator).to(torch.uint8)
+    fitted = fitted_scales(weight, codes, grid, hessian, damping=1e-9)
+    assert bool((fitted > 0).all())
+    assert bool((fitted == grid.scales).any())  # where there was a choice

@@ -60,4 +60,25 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(layer._forward_hooks for layer in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert first[0][layers(model)[0]] == pytest.approx(first[0][layers(model)[0]])
+
+
+def test_layers_that_flatten_tokens_and_layers_that_are_not_reached():
+    """As those of OPT, and as experts: a row that does not reach a layer adds nothing to its cost."""
+
+    class Sometimes(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            if x.shape[1] == 7:
+                return torch.zeros_like(x)
+            return self.inner(x.flatten(0, 1)).view(x.shape)
+
+    model = random_model()
+    name = "model.layers.0.mlp.inner.down_proj"
+    rows = [ROWS[0], ROWS[1][:7]]
+    model.model.layers[0].mlp = Sometimes(model.model.layers[0].mlp)
+    (both,), (alone,) = (sensitivities(model, [LOW], [name], some, seed=0) for some in (rows, rows[:1]))
+    assert both[name] * (40 + 7) == pytest.approx(alone[name] * 40)
+    assert alone[name] > 0

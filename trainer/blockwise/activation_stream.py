@@ -53,6 +53,15 @@ class ActivationStream:
         """The hidden states of some documents, one after the other: [tokens, width] on device."""
         return torch.cat([self.values[self._starts[row] : self._starts[row + 1]] for row in rows]).to(device)
 
+    def every(self, stride: int, rows: Sequence[int]) -> Tensor:
+        """Places in what `take` gives for rows that follow one another of each stride-th of all tokens, int64."""
+        start, stop = self._starts[rows[0]], self._starts[rows[-1] + 1]
+        return torch.arange(-(-start // stride) * stride, stop, stride) - start
+
+    def num_tokens(self, num_rows: int) -> int:
+        """Of the first num_rows documents."""
+        return self._starts[num_rows]
+
     def cu_seqlens(self, rows: Sequence[int], device: torch.device) -> Tensor:
         """[len(rows) + 1] int32: where each of these documents starts in what `take` gives."""
         lengths = [self._starts[row + 1] - self._starts[row] for row in rows]

@@ -42,6 +42,7 @@ class Match(StrEnum):
 
 INT8_METHODS = (PtqMethod.smoothquant, PtqMethod.int8_dynamic)
 CODEBOOKS = ("int4", "int8", "nf4", "fp4", "nf3", "nf2")
+INTEGERS = {"int4", "int8"}
 EXPORTS = ("quantized", "merged", "gptq", "awq", "compressed_tensors", "bnb", "gguf")
 REPORT = "quantize.json"
 """What marks a folder that quantize.py wrote."""
@@ -117,7 +118,8 @@ class PtqConfig:
     alpha: float | None = None
     """smooth: how much of the difficulty goes from inputs to weights, 0 to 1; null searches stage by stage."""
     damping: float = 0.01
-    """gptq: added to the Hessian's diagonal, as a share of its mean; more where there is no Cholesky factor."""
+    """gptq, smoothquant, int8_dynamic: added to the Hessian's diagonal, as a share of its mean; more where there is no
+    Cholesky factor."""
     act_order: ActOrder = ActOrder.static
     """gptq: features with the largest inputs are rounded first, in groups of the file's order (static), or groups are
     cut along that order too (groups: the file gets a g_idx, which some engines read slowly); none: left to right."""
@@ -145,59 +147,100 @@ class PtqConfig:
             not gguf or self.formats == ["gguf"],
             f"formats={self.formats} with method=gguf, whose blocks are in GGUF files only; leave formats out",
         )
-        require(
-            gguf or (self.gguf_type == "Q4_K_M" and self.imatrix),
-            f"gguf_type and imatrix have no effect with method={self.method}, whose codes are written as they are; use "
-            "method=gguf",
-        )
         for name in self.formats:
             require(name in EXPORTS, f"formats has {name!r}; accepted: {', '.join(EXPORTS)}")
-        require(self.dtype in ("auto", "bfloat16", "float16", "float32"), f"dtype={self.dtype}; use bfloat16 or auto")
-        self._check_codebook()
-        for name, least in (("rows", 1), ("max_seq_len", 8), ("eval_rows", 1)):
-            require(getattr(self, name) >= least, f"{name}={getattr(self, name)}; give at least {least}")
+        require(
+            self.dtype in ("auto", "bfloat16", "float16", "float32"),
+            f"dtype={self.dtype}; use auto, bfloat16, float16 or float32",
+        )
+        self._check_numbers()
+        self._check_data()
+        if not gguf:
+            self._check_codebook()
+        self._check_effects()
+        require(
+            self.act_order is not ActOrder.groups or self.codebook == "int4",
+            f"act_order=groups with codebook={self.codebook}; use int4, or act_order=static",
+        )
+        require(
+            self.fold is not Fold.smooth or self.method in INT8_METHODS,
+            f"fold=smooth with method={self.method}, whose inputs are not rounded; use fold=awq, or method=smoothquant",
+        )
+        require(
+            self.method is not PtqMethod.hqq or self.codebook == "int4",
+            f"codebook={self.codebook} with method=hqq, which moves scales and zero points of int4; use method=rtn",
+        )
+
+    def _check_numbers(self) -> None:
+        for name, least in (("rows", 1), ("max_seq_len", 8), ("eval_rows", 1), ("seed", 0), ("max_pass_tokens", 1)):
+            value = getattr(self, name)
+            require(value is None or value >= least, f"{name}={value}; give at least {least}")
+        require(0 < self.damping <= 1, f"damping={self.damping}; use a share above 0, at most 1, such as 0.01")
+        require(self.alpha is None or 0 <= self.alpha <= 1, f"alpha={self.alpha}; use 0 to 1, such as 0.5, or null")
+
+    def _check_data(self) -> None:
         for source in self.data.split(","):
             require(
                 source == "pydocs" or Path(source).suffix in (".jsonl", ".txt"),
                 f"data={source} is neither pydocs nor a .jsonl or .txt file",
             )
             require(source == "pydocs" or Path(source).is_file(), f"data={source} is not a file; give one, or pydocs")
-        require(0 < self.damping <= 1, f"damping={self.damping}; use a share above 0, at most 1, such as 0.01")
-        require(self.alpha is None or 0 <= self.alpha <= 1, f"alpha={self.alpha}; use 0 to 1, such as 0.5, or null")
-        self._check_method()
 
     def _check_codebook(self) -> None:
         int8 = self.method in INT8_METHODS
         self.codebook = ("int8" if int8 else "int4") if self.codebook is None else self.codebook
-        require(self.codebook in CODEBOOKS, f"codebook={self.codebook}; use one of {', '.join(CODEBOOKS)}")
-        require(
-            not int8 or self.codebook in ("int8", "int4"),
-            f"codebook={self.codebook} with method={self.method}, whose products are of integers; use int8 or int4",
-        )
-        require(
-            self.bits_budget is None or self.high_codebook in CODEBOOKS,
-            f"high_codebook={self.high_codebook}; use one of {', '.join(CODEBOOKS)}",
-        )
-        if self.codebook == "int4" and self.symmetric is None:
+        accepted = {PtqMethod.smoothquant: ("int8",), PtqMethod.int8_dynamic: ("int8", "int4")}
+        for name in self._codebooks:
+            require(name in CODEBOOKS, f"codebook={name}; use one of {', '.join(CODEBOOKS)}")
+            allowed = accepted.get(self.method, CODEBOOKS)
+            require(
+                name in allowed,
+                f"codebook={name} with method={self.method}, whose products are of integers; use "
+                f"{' or '.join(allowed)}",
+            )
+        if "int4" in self._codebooks and self.symmetric is None:
             self.symmetric = self.method not in (PtqMethod.awq, PtqMethod.hqq)
 
-    def _check_method(self) -> None:
-        gptq = self.method is PtqMethod.gptq
-        for name in ("act_order", "search_scales", "refit_scales", "match"):
-            default = type(self).__dataclass_fields__[name].default
-            require(
-                gptq or getattr(self, name) == default,
-                f"{name}={getattr(self, name)} has no effect with method={self.method}; use method=gptq",
-            )
-        require(
-            self.act_order is not ActOrder.groups or self.codebook == "int4",
-            f"act_order=groups with codebook={self.codebook}; use int4, or act_order=static",
+    @property
+    def _codebooks(self) -> tuple[str, ...]:
+        """What layers may get; nothing with method=gguf."""
+        if self.method is PtqMethod.gguf:
+            return ()
+        return (self.codebook,) if self.bits_budget is None else (self.codebook, self.high_codebook)
+
+    def _check_effects(self) -> None:
+        """raises  UserError for a key that was set and that nothing reads"""
+        books, method = set(self._codebooks), f"method={self.method}"
+        chosen = f"codebook={' and '.join(self._codebooks)}" if books else method
+        files = set(self.formats) - {"quantized", "gguf"}
+        measured = self.method is PtqMethod.smoothquant or (
+            self.method is PtqMethod.int8_dynamic and self.fold is not Fold.none
         )
+        gptq = dict.fromkeys(("act_order", "search_scales", "refit_scales", "match"), self.method == "gptq")
+        gguf = dict.fromkeys(("gguf_type", "imatrix"), not books)
+        codes = dict.fromkeys(("codebook", "exclude", "bits_budget"), bool(books))
+        readers = {
+            **{name: (read, method, "method=gptq") for name, read in gptq.items()},
+            **{name: (read, method, "method=gguf") for name, read in gguf.items()},
+            **{name: (read, method, "another method") for name, read in codes.items()},
+            "fold": (bool(books) or self.fold is Fold.none, method, "another method"),
+            "damping": (measured or self.method is PtqMethod.gptq, method, "method=gptq"),
+            "min_signal": (measured, f"{method} fold={self.fold}", "method=smoothquant"),
+            "alpha": (self.fold is Fold.smooth, f"fold={self.fold}", "fold=smooth"),
+            "symmetric": ("int4" in books, chosen, "codebook=int4"),
+            **dict.fromkeys(("group_size", "scale_dtype"), (bool(books & INTEGERS), chosen, "codebook=int4 or int8")),
+            **dict.fromkeys(("block_size", "double_quant"), (bool(books - INTEGERS), chosen, "codebook=nf4")),
+            "high_codebook": (self.bits_budget is not None, "bits_budget=null", "bits_budget=5, say"),
+            "columns": (".jsonl" in self.data, f"data={self.data}", "a .jsonl file"),
+        }
+        for name, (read, beside, use) in readers.items():
+            field_of = type(self).__dataclass_fields__[name]
+            default = [] if name in ("exclude", "columns") else field_of.default
+            value = getattr(self, name)
+            use = use if books or name in gguf else "another method"
+            require(read or value == default, f"{name}={value} has no effect with {beside}; leave it out, or use {use}")
         require(
-            self.alpha is None or self.fold is Fold.smooth,
-            f"alpha={self.alpha} has no effect with fold={self.fold}; use fold=smooth",
-        )
-        require(
-            self.method is not PtqMethod.hqq or self.codebook == "int4",
-            f"codebook={self.codebook} with method=hqq, which moves scales and zero points of int4; use method=rtn",
+            self.dtype != "float16" or bool(files),
+            f"dtype=float16 has no effect with formats={self.formats}, which keep what the model computes in; "
+            "leave it out",
         )

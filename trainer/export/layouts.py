@@ -33,6 +33,7 @@ from trainer.formats.gguf_write import write_gguf
 from trainer.formats.gptq import write_gptq
 from trainer.qat.packed_model import decoded, packed_layers, packed_sha256, scheme_of_layer
 from trainer.qat.scheme import Scheme
+from trainer.quantizer import WHOLE_ROW
 from trainer.vocabulary import is_tied
 
 log = logging.getLogger(__name__)
@@ -78,12 +79,18 @@ class Provenance:
 
 
 def require_layout(
-    name: str, schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], *, grouped_order: bool = False
+    name: str,
+    schemes: Mapping[str, Scheme],
+    shapes: Mapping[str, tuple[int, int]],
+    *,
+    grouped_order: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Whether a layout holds layers that are still to be quantized, before hours go into their codes.
 
     schemes, shapes  by the layers' names; (out_features, in_features)
     grouped_order    groups will be cut along another order than the file's
+    dtype            as of `write_layout`
     raises           UserError naming the first layer that it does not hold
     """
     require(
@@ -106,6 +113,12 @@ def require_layout(
         )
         sizes.add(getattr(scheme.weight, "group_size", None))
         require(
+            name != "compressed_tensors" or scheme.activations is None or scheme.weight.group_size == WHOLE_ROW,
+            f"formats has {name!r}, whose engines multiply INT8 with one scale a row, and {layer} gets groups of "
+            f"{scheme.weight.group_size}; use group_size=-1",
+        )
+        _require_scales(name, scheme, dtype)
+        require(
             all(size % multiple == 0 for size in shapes[layer]),
             f"formats has {name!r}, whose loaders need multiples of {multiple}, and {layer} is {shapes[layer]}; "
             "exclude it, or use compressed_tensors",
@@ -113,6 +126,20 @@ def require_layout(
     require(
         name not in ("gptq", "awq") or len(sizes) == 1,
         f"formats has {name!r}, which has one group size, and the layers have {sorted(sizes)}; use compressed_tensors",
+    )
+
+
+def _require_scales(name: str, scheme: Scheme, dtype: torch.dtype | None) -> None:
+    """Scales are values of what the layout stores; bfloat16's are float16's too, unless they are tiny."""
+    stored = {"gptq": torch.float16, "awq": torch.float16, "compressed_tensors": dtype}.get(name)
+    scales = getattr(scheme.weight, "scale_dtype", None)
+    if stored is None or scales is None:
+        return
+    accepted = {torch.float16: ("float16", "bfloat16"), torch.bfloat16: ("bfloat16",)}.get(stored)
+    require(
+        accepted is None or scales in accepted,
+        f"formats has {name!r}, which would round scales of scale_dtype={scales} to "
+        f"{str(stored).removeprefix('torch.')}; use scale_dtype={accepted and accepted[0]}",
     )
 
 

@@ -60,6 +60,11 @@ class Streams:
     def passes(self, *, num_rows: int | None = None) -> Iterator[list[int]]:
         return self.inputs.passes(range(min(num_rows or self.inputs.num_rows, self.inputs.num_rows)), self.max_tokens)
 
+    def sample(self, rows: list[int], *, num_rows: int | None = None) -> Tensor:
+        """Places of the tokens of a pass that are kept: evenly over all rows, however these are cut into passes."""
+        num_tokens = self.inputs.num_tokens(min(num_rows or self.inputs.num_rows, self.inputs.num_rows))
+        return self.inputs.every(max(1, num_tokens // SAMPLE_TOKENS), rows)
+
 
 class BlockQuantizer:
     """The settings of a run, applied to block after block."""
@@ -121,11 +126,10 @@ class BlockQuantizer:
     ) -> InputStatistics:
         """The inputs of a stage, over all rows; what attention gave is kept, to be multiplied once more."""
         statistics, sampled = InputStatistics(), self._config.method in INT8_METHODS
-        num_passes = len(list(streams.passes()))
         for rows in streams.passes():
             x = self._input(index, stage, streams.inputs, rows, block)
             x16 = None if original is None else self._input(index, stage, streams.original, rows, original)
-            statistics.add(x, x16, sample_tokens=sampled * -(-SAMPLE_TOKENS // num_passes))
+            statistics.add(x, x16, sample=streams.sample(rows) if sampled else None)
             if stage == 1:
                 for key, stream, part in (("inputs", streams.inputs, x), ("original", streams.original, x16)):
                     if part is not None:
@@ -187,13 +191,12 @@ class BlockQuantizer:
         """Of all stages, through the block as it is, on some rows."""
         awq = self._config.fold is Fold.awq
         found = [InputStatistics(with_hessian=awq) for _ in STAGES]
-        num_passes = len(list(streams.passes(num_rows=FOLD_ROWS)))
         for rows in streams.passes(num_rows=FOLD_ROWS):
             stream = streams.inputs
             hidden_states, cu_seqlens = stream.take(rows, self._device), stream.cu_seqlens(rows, self._device)
             for stage in range(len(STAGES)):
                 x = self._decoder.projection_input(index, stage, hidden_states, cu_seqlens, layer=block)
-                found[stage].add(x, sample_tokens=(not awq) * -(-SAMPLE_TOKENS // num_passes))
+                found[stage].add(x, sample=None if awq else streams.sample(rows, num_rows=FOLD_ROWS))
                 if stage == 1:
                     hidden_states = self._decoder.add_projection(x, stage, hidden_states, block)
         return found

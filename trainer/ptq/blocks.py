@@ -36,9 +36,14 @@ Progress = Callable[[int, int], None]
 
 def needs_data(config: PtqConfig) -> bool:
     """Whether codes depend on inputs."""
+    return runs_blocks(config) or config.bits_budget is not None
+
+
+def runs_blocks(config: PtqConfig) -> bool:
+    """Whether the model's blocks are run here, and not only its layers looked at."""
     if config.method is PtqMethod.gguf:
         return config.imatrix
-    return config.method not in DATA_FREE or config.fold is not Fold.none or config.bits_budget is not None
+    return config.method not in DATA_FREE or config.fold is not Fold.none
 
 
 @torch.no_grad()
@@ -59,13 +64,12 @@ def quantize_blocks(
     device  where a block is quantized; the model stays where it is
     raises  UserError naming the layer or what the model has that is not computed here
     """
-    if config.method in DATA_FREE and config.fold is Fold.none:
+    if not runs_blocks(config):
         return [quantize_layer(model, name, scheme, config) for name, scheme in schemes.items()]
-    require_blocks(model, schemes)
-    decoder = FusedDecoder(model)
-    phase = phase_sha256(model, schemes, rows, config)
-    folder.mkdir(parents=True, exist_ok=True)
+    decoder = open_decoder(model, schemes)
     streams = open_streams(model, rows, config, device)
+    phase = phase_sha256(model, schemes, rows, config, place=f"{device.type}, {streams.max_tokens} tokens a pass")
+    folder.mkdir(parents=True, exist_ok=True)
     quantizer = BlockQuantizer(decoder, config, device)
     model.model.rotary_emb.to(device)
     reports: list[LayerReport] = []
@@ -101,15 +105,20 @@ def _say(index: int, count: int, reports: Sequence[LayerReport], seconds: float)
             log.info("         %s: %s", report.name, report.note)
 
 
-def require_blocks(model: PreTrainedModel, names: Iterable[str]) -> None:
+def open_decoder(model: PreTrainedModel, names: Iterable[str]) -> FusedDecoder:
     """raises  UserError if our decoder does not run the model, or a layer lies in no block"""
-    reason = why_unsupported(model.config)
-    require(
-        reason is None, f"methods that calibrate run the blocks of Llamas, and {reason}; use method=rtn or int8_dynamic"
-    )
     for name in names:
-        if not name.startswith("model.layers."):
-            raise UserError(f"{name} lies in no block; methods that calibrate are for layers of blocks: exclude it")
+        require(
+            why_unsupported(model.config) is not None or name.startswith("model.layers."),
+            f"{name} lies in no block; methods that calibrate are for layers of blocks: exclude it",
+        )
+    try:
+        return FusedDecoder(model)
+    except ValueError as error:
+        raise UserError(
+            f"methods that calibrate run the blocks of Llamas, and {error}; use method=rtn, hqq, or int8_dynamic with "
+            "fold=none, or gguf with imatrix=false"
+        ) from None
 
 
 def open_streams(

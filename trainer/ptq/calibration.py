@@ -35,7 +35,7 @@ FOREIGN_LOSS = 6.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """rows are calibrated on, held_out is compared on: token ids each; neither is empty."""
+    """rows are calibrated on, held_out is compared on: two token ids or more each; neither is empty."""
 
     rows: list[list[int]]
     held_out: list[list[int]]
@@ -86,7 +86,10 @@ def _load(
     data = DataConfig(kind, path, columns=columns, eval_rows=num_held_out, max_seq_len=config.max_seq_len)
     rows, held_out = load_rows(data, config.seed)
     drawn = _drawn(rows, num_rows, config.seed)
-    return tuple([_ids(row, tokenizer)[: config.max_seq_len] for row in part] for part in (drawn, held_out))
+    parts = ([_ids(row, tokenizer)[: config.max_seq_len] for row in part] for part in (drawn, held_out))
+    some, others = ([ids for ids in part if len(ids) > 1] for part in parts)  # one token is followed by nothing
+    require(bool(some and others), f"data={source} has only rows of one token; give longer texts")
+    return some, others
 
 
 def _ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:

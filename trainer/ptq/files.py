@@ -27,16 +27,19 @@ from trainer.qat.packed_model import scheme_of_layer
 from trainer.qat.scheme import Scheme
 
 _NO_INFLUENCE = ("model", "output_dir", "formats", "eval_rows", "max_pass_tokens")
-"""Settings that decide no code."""
+"""Settings that decide no code, or that `place` has."""
 
 
 def phase_sha256(
-    model: nn.Module, schemes: Mapping[str, Scheme], rows: Sequence[Sequence[int]], config: PtqConfig
+    model: nn.Module, schemes: Mapping[str, Scheme], rows: Sequence[Sequence[int]], config: PtqConfig, *, place: str
 ) -> str:
-    """What decides the codes of a run: weights, schemes, rows in their order, settings."""
+    """What decides the codes of a run: weights, schemes, rows in their order, settings.
+
+    place  device and size of a pass, on which the last bits of sums over tokens depend
+    """
     settings = {name: str(value) for name, value in asdict(config).items() if name not in _NO_INFLUENCE}
     layers = {name: scheme.settings for name, scheme in schemes.items()}
-    digest = hashlib.sha256(json.dumps([weights_sha256(model), layers, settings]).encode())
+    digest = hashlib.sha256(json.dumps([weights_sha256(model), layers, settings, place]).encode())
     for row in rows:
         digest.update(np.asarray([len(row), *row], dtype=np.int64))
     return digest.hexdigest()
@@ -73,8 +76,8 @@ def load_block(folder: Path, index: int, block: nn.Module, *, phase: str) -> lis
         metadata = file.metadata()
         require(
             metadata["phase"] == phase,
-            f"{path} is of a run on other weights, other rows or with other settings; give another output_dir, or "
-            "remove it to begin anew",
+            f"{path} is of a run on other weights, other rows, another device or with other settings; give another "
+            f"output_dir, or remove {folder} to begin anew",
         )
         tensors = {key: file.get_tensor(key) for key in file.keys()}
     for name, settings in json.loads(metadata["schemes"]).items():

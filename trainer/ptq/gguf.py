@@ -15,8 +15,8 @@ from trainer.config.ptq import PtqConfig
 from trainer.formats.gguf_read import read_gguf
 from trainer.formats.gguf_report import GgufReport
 from trainer.formats.gguf_write import write_gguf
-from trainer.fused_decoder import STAGES, FusedDecoder
-from trainer.ptq.blocks import open_streams, require_blocks
+from trainer.fused_decoder import STAGES
+from trainer.ptq.blocks import open_decoder, open_streams
 from trainer.ptq.statistics import InputStatistics
 
 FLOOR = 1e-4
@@ -32,8 +32,7 @@ def input_importance(
     rows    token ids of the calibration
     raises  UserError for a model whose blocks are not computed here
     """
-    require_blocks(model, ())
-    decoder, streams = FusedDecoder(model), open_streams(model, rows, config, device)
+    decoder, streams = open_decoder(model, ()), open_streams(model, rows, config, device)
     model.model.rotary_emb.to(device)
     found: dict[str, Tensor] = {}
     for index, block in enumerate(model.model.layers):

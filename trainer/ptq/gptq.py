@@ -87,8 +87,9 @@ def _without_zeros(hessian: Tensor) -> Tensor:
 
 def _damped(hessian: Tensor, share: float) -> Tensor:
     """With a share of its mean diagonal added to the diagonal."""
-    eye = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    return hessian + eye * (share * hessian.diagonal().mean())
+    damped = hessian.clone()
+    damped.diagonal().add_(share * hessian.diagonal().mean())
+    return damped
 
 
 def searched_grid(
@@ -168,7 +169,8 @@ def fitted_scales(weight: Tensor, codes: Tensor, grid: WeightGrid, hessian: Tens
         pull = 1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(num_groups).to(normal)
         old = grid.scales[rows].double()
         solved = torch.linalg.solve(normal + pull, (wanted + (pull @ old[:, :, None])[:, :, 0])[:, :, None])[:, :, 0]
-        solved = torch.where(empty | ~torch.isfinite(solved), old, solved)
+        # Nor has a scale that the others' errors would turn around.
+        solved = torch.where(empty | ~torch.isfinite(solved) | (solved <= 0), old, solved)
         fitted[rows] = solved.float()
     return fitted
 
@@ -177,6 +179,12 @@ def layer_error(weight: Tensor, values: Tensor, hessian: Tensor) -> float:
     """||(W - W') X||^2, the sum over tokens and features; [out, in] float32 each, hessian [in, in] float64."""
     error = (weight - values).float()
     return ((error @ hessian.float()) * error).sum().item()
+
+
+def _row_errors(weight: Tensor, quantized: QuantizedTensor, hessian: Tensor) -> Tensor:
+    """`layer_error` of each row, [out] float32."""
+    error = weight - quantized.dequantize(torch.float32)
+    return ((error @ hessian.float()) * error).sum(1)
 
 
 def gptq(
@@ -207,10 +215,10 @@ def gptq(
     if not refit or quantizer.block_size is not None:
         return grid.pack(codes)
     fitted = fitted_scales(weight, codes, grid, hessian, damping=damping)
-    refitted = WeightGrid.of_scales(fitted.clamp(min=0), grid.zeros, grid.shape, quantizer, g_idx=grid.g_idx)
-    candidates = [grid.pack(codes), refitted.pack(codes)]
-    errors = [layer_error(weight, each.dequantize(torch.float32), hessian) for each in candidates]
-    return candidates[errors[1] < errors[0]]
+    refitted = WeightGrid.of_scales(fitted, grid.zeros, grid.shape, quantizer, g_idx=grid.g_idx)
+    before, after = (_row_errors(weight, each.pack(codes), hessian) for each in (grid, refitted))
+    scales = torch.where((after < before)[:, None], refitted.scales, grid.scales)  # rounding may cost what was won
+    return WeightGrid.of_scales(scales, grid.zeros, grid.shape, quantizer, g_idx=grid.g_idx).pack(codes)
 
 
 def towards_16bit(weight: Tensor, hessian: Tensor, cross: Tensor, *, damping: float) -> Tensor:

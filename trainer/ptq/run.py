@@ -14,24 +14,26 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.config.errors import UserError, require
-from trainer.config.model import DType, named_model, short_name
+from trainer.config.model import DType, ModelConfig, named_model, short_name
 from trainer.config.ptq import REPORT, ActOrder, PtqConfig, PtqMethod
 from trainer.evaluate.fidelity import Fidelity, Original
 from trainer.export.layouts import Provenance, require_layout, write_layout
 from trainer.linear import linears_to_pack
 from trainer.metrics import peak_memory_bytes
 from trainer.model import MIN_QUANTIZED_SHARE, load_model
-from trainer.ptq.blocks import Progress, needs_data, quantize_blocks
+from trainer.ptq.blocks import Progress, needs_data, open_decoder, quantize_blocks, runs_blocks
 from trainer.ptq.calibration import Calibration, load_calibration, warn_of_calibration
 from trainer.ptq.describe import describe_ptq
 from trainer.ptq.gguf import input_importance, quantize_to_gguf
@@ -66,37 +68,99 @@ def quantize(config: PtqConfig, *, progress: Progress | None = None) -> PtqResul
     raises    UserError for what can be put right by other settings, a better model or better data
     """
     began = time.monotonic()
-    source = named_model(config.model, DType.auto if config.dtype == "float16" else DType(config.dtype))
-    model, tokenizer = load_model(source)
+    source = _source(config)
     folder = Path(config.output_dir or f"outputs/ptq/{short_name(source).replace('/', '_')}_{config.method}")
+    _require_free(folder, config)
+    model, tokenizer = load_model(source)
     schemes = choose_layers(model, config)
     calibration = load_calibration(config, tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    original = Original.of(model.to(device), calibration.held_out)
+    try:
+        original = Original.of(model.to(device), calibration.held_out)
+    except ValueError as error:
+        raise UserError(f"model={config.model} cannot be compared: {error}; it is not supported yet") from None
     loss = math.log(original.compare(model).perplexity)
     model.to("cpu")
     warnings = warn_of_calibration(calibration, widest=_widest(model, schemes), loss=loss) if needs_data(config) else []
     run = _Run(config, model, tokenizer, folder, calibration, device)
     log.info("quantize %d layers: %s", len(schemes), describe_ptq(config, run.data))
     choose = run.to_gguf if config.method is PtqMethod.gguf else run.to_codes
-    part, write = choose(schemes, progress)
-    fidelity = original.compare(model.to(device))
-    model.to("cpu")
-    report = {
-        "settings": {name: value for name, value in asdict(config).items() if name != "output_dir"},
-        "data": run.data,
-        "fidelity": fidelity.to_dict(),
-        "seconds": time.monotonic() - began,
-        "peak_memory_bytes": peak_memory_bytes(),
-        "warnings": warnings,
-        **part,
-    }
-    exports = write(report)
-    for path in exports.values():
-        log.info("export   %s", path)
-    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
-    shutil.rmtree(folder / ".blocks", ignore_errors=True)
+    with _only_writer(folder):
+        part, write = choose(schemes, progress)
+        fidelity = original.compare(model.to(device))
+        model.to("cpu")
+        report = {
+            "settings": _settings(config),
+            "data": run.data,
+            "fidelity": fidelity.to_dict(),
+            "seconds": time.monotonic() - began,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "warnings": warnings,
+            **part,
+        }
+        exports = write(report)
+        for path in exports.values():
+            log.info("export   %s", path)
+        partial = folder / f".{REPORT}"
+        partial.write_text(json.dumps(report, indent=2) + "\n")
+        partial.replace(folder / REPORT)
+        shutil.rmtree(folder / ".blocks", ignore_errors=True)
     return PtqResult(folder, exports, fidelity, report)
+
+
+def _source(config: PtqConfig) -> ModelConfig:
+    """The 16-bit model.
+
+    raises  UserError for a folder of a run, an adapter or a quantization, which hold none
+    """
+    folder = Path(config.model).expanduser()
+    kinds = {"config.yaml": "a run", REPORT: "a quantized model", "adapter_config.json": "an adapter"}
+    for name, kind in kinds.items():
+        require(
+            not (folder / name).is_file() or (folder / "config.json").is_file(),
+            f"model={config.model} is the folder of {kind}; give the 16-bit model: of a run the folder that "
+            "python scripts/export.py run=<run> format=merged writes",
+        )
+    return named_model(config.model, DType.auto if config.dtype == "float16" else DType(config.dtype))
+
+
+def _settings(config: PtqConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(config).items() if name != "output_dir"}
+
+
+def _require_free(folder: Path, config: PtqConfig) -> None:
+    """raises  UserError if the folder holds other codes, beside which exports of these would lie, or a run or model"""
+    for name in ("config.yaml", "config.json", "adapter_config.json"):
+        require(not (folder / name).exists(), f"output_dir={folder} holds a {name}, of something else; give another")
+    if not (folder / REPORT).is_file():
+        return
+    old, new = json.loads((folder / REPORT).read_text())["settings"], _settings(config)
+    changed = [name for name in new if name != "formats" and str(new[name]) != str(old.get(name))]
+    require(
+        not changed,
+        f"output_dir={folder} holds codes with other settings ({', '.join(changed)}); give another, or remove it",
+    )
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Hold the folder: of two processes the first to finish would remove the other's blocks.
+
+    raises  UserError if another process holds it
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(
+            f"output_dir={folder} is being written by another process; wait for it, or give another"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        (folder / ".lock").unlink(missing_ok=True)
 
 
 Write = Callable[[dict[str, Any]], dict[str, Path]]
@@ -177,7 +241,7 @@ def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme
     """Name -> scheme of each layer that is quantized, in the model's order; output head and embeddings never are.
 
     raises  UserError naming a layer whose groups do not fit or whose weight is not finite, a model that is packed
-            already or mostly not made of linear layers, or a pattern that fits no layer
+            already, mostly not made of linear layers or of blocks that do not run here, or a pattern that fits no layer
     """
     require(
         not packed_layers(model),
@@ -186,15 +250,16 @@ def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme
     )
     outer = {module for module in (model.get_output_embeddings(), model.get_input_embeddings()) if module is not None}
     names = linears_to_pack(model, outer)
+    _require_share(model, outer, names)
     for pattern in config.exclude:
         require(any(_fits(name, pattern) for name in names), f"exclude has {pattern!r}, which ends no layer's name")
     chosen = [name for name in names if not any(_fits(name, pattern) for pattern in config.exclude)]
     require(bool(chosen), f"exclude={config.exclude} leaves no layer to quantize")
-    _require_share(model, outer, names)
+    if runs_blocks(config):
+        open_decoder(model, chosen)  # says what it does not compute
     if config.method is PtqMethod.gguf:
         return dict.fromkeys(chosen, None)  # which type a tensor gets is llama.cpp's rule
-    scheme = scheme_of(config)
-    schemes = [scheme] if config.bits_budget is None else [scheme, scheme_of(config, config.high_codebook)]
+    schemes = _schemes(config)
     for name in chosen:
         layer = model.get_submodule(name)
         try:
@@ -210,10 +275,31 @@ def choose_layers(model: PreTrainedModel, config: PtqConfig) -> dict[str, Scheme
         )
     shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in chosen}
     grouped = config.act_order is ActOrder.groups
+    stored = _dtype(config) or (model.dtype if config.scale_dtype == "float32" else None)
     for name in config.formats:
         for each in schemes:
-            require_layout(name, dict.fromkeys(chosen, each), shapes, grouped_order=grouped)
-    return dict.fromkeys(chosen, scheme)
+            require_layout(name, dict.fromkeys(chosen, each), shapes, grouped_order=grouped, dtype=stored)
+    return dict.fromkeys(chosen, schemes[0])
+
+
+def _schemes(config: PtqConfig) -> list[Scheme]:
+    """What most layers get, and with `bits_budget` what sensitive ones do.
+
+    raises  UserError for a setting that their codebooks do not accept
+    """
+    codebooks = [config.codebook] if config.bits_budget is None else [config.codebook, config.high_codebook]
+    try:
+        schemes = [scheme_of(config, codebook) for codebook in codebooks]
+    except ValueError as error:
+        raise UserError(str(error).replace("quant.", "")) from None
+    if config.bits_budget is not None:
+        low, high = (scheme.weight.code_bits for scheme in schemes)
+        require(
+            low < config.bits_budget <= high,
+            f"bits_budget={config.bits_budget:g} is not between the {low} bits of {config.codebook} and the {high} of "
+            f"{config.high_codebook}; give a mean between them",
+        )
+    return schemes
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -256,13 +342,7 @@ def _mixed(
     """With `bits_budget`, more bits for the layers that need them most."""
     if config.bits_budget is None:
         return schemes
-    low, high = scheme_of(config), scheme_of(config, config.high_codebook)
-    bits = low.weight.code_bits, high.weight.code_bits
-    require(
-        bits[0] < config.bits_budget <= bits[1],
-        f"bits_budget={config.bits_budget:g} is not between the {bits[0]} bits of {config.codebook} and the {bits[1]} "
-        f"of {config.high_codebook}; give a mean between them",
-    )
+    low, high = _schemes(config)
     plan, _ = plan_by_sensitivity(
         *(model, low.weight, high.weight, list(schemes), calibration.rows),
         bits_budget=config.bits_budget,

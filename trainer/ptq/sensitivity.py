@@ -52,7 +52,7 @@ def sensitivities(
         return hook
 
     def _add(name: str, grad: Tensor) -> None:
-        x, g = inputs.pop(name).float().flatten(0, 1), grad.float().flatten(0, 1)
+        x, g = inputs.pop(name).float().flatten(0, -2), grad.float().flatten(0, -2)
         outer = g.T @ x  # the sum over tokens of g x^T: g . E x is its product with E
         weight = layers[name].weight.detach().float()
         moved[name] = [
@@ -66,6 +66,7 @@ def sensitivities(
     generator = torch.Generator().manual_seed(seed)
     try:
         for row in used:
+            moved.clear()  # a layer that a row does not reach, as an expert, costs nothing there
             _backward(model, row, generator)
             for name, dots in moved.items():
                 for place, dot in enumerate(dots):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 SAMPLE_TOKENS = 1024
-"""Tokens that are kept: rows of a product large enough to tell scales apart."""
+"""Tokens that are kept, at least, where there are so many: rows of a product large enough to tell scales apart."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class InputStatistics:
 
     hessian, cross   [in_features, in_features] float64
     sum_abs, sum_square, absmax  [in_features] float64, float64 and float32
-    sample           [at most SAMPLE_TOKENS, in_features] float32
+    sample           [about SAMPLE_TOKENS, in_features] float32
     """
 
     with_hessian: bool = True
@@ -38,12 +38,11 @@ class InputStatistics:
     _samples: list[Tensor] = field(default_factory=list)
 
     @torch.no_grad()
-    def add(self, x: Tensor, x16: Tensor | None = None, *, sample_tokens: int = 0) -> None:
-        """x [T, in_features] of the quantized model, x16 the same tokens in the 16-bit model; sample: tokens to keep"""
+    def add(self, x: Tensor, x16: Tensor | None = None, *, sample: Tensor | None = None) -> None:
+        """x [T, in_features] of the quantized model, x16 the same tokens in the 16-bit model; sample: which to keep"""
         x = x.detach().float()
-        if sample_tokens:
-            stride = max(1, len(x) // sample_tokens)
-            self._samples.append(x[::stride][:sample_tokens].clone())
+        if sample is not None:
+            self._samples.append(x[sample.to(x.device)])
         self.num_tokens += len(x)
         magnitude = x.abs()
         self.sum_abs = _plus(self.sum_abs, magnitude.sum(0).double())
@@ -58,7 +57,7 @@ class InputStatistics:
     @property
     def sample(self) -> Tensor:
         """[tokens, in_features] float32"""
-        return torch.cat(self._samples)[:SAMPLE_TOKENS]
+        return torch.cat(self._samples)
 
     @property
     def mean_abs(self) -> Tensor:
