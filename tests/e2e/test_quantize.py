@@ -257,7 +257,7 @@ def test_a_folder_holds_one_set_of_codes(model, tmp_path):
     first = run(model, folder, "rtn", formats=["gptq"])
     with pytest.raises(UserError, match=r"codes with other settings \(group_size\)"):
         run(model, folder, "rtn", group_size=-1)
-    with pytest.raises(UserError, match=r"has no export/quantized.*formats=\[quantized\]"):
+    with pytest.raises(UserError, match=r"holds no export/quantized.*formats=\[quantized\]"):
         export_layout(str(folder), "awq")
     with pytest.raises(UserError, match="which has no adapter"):
         export_layout(str(folder), "gguf_adapter")

@@ -130,7 +130,7 @@ class PtqConfig:
     match: Match = Match.quantized
     """gptq: make the quantized model's layers give what they give for their own inputs in 16 bits (quantized), or what
     the 16-bit model's layers give for theirs (original)."""
-    min_signal: float = 35.0
+    min_signal: float = 36.0
     """smoothquant, int8_dynamic: what rounding its inputs must leave of a layer's product, in dB of signal to noise;
     with less a static scale becomes a scale a token, and that 16-bit inputs. 0 rounds the inputs of every layer."""
 

@@ -174,7 +174,7 @@ def _eight_bits(results: Results) -> list[str]:
         tokens = sum("a scale a token: static" in note and "16 bits" not in note for note in notes)
         floats = sum("inputs in 16 bits" in note for note in notes)
         lines.append(f"method={name}: {tokens} layers fell back to a scale a token, {floats} to 16-bit inputs")
-    text = f"""Where rounding its inputs leaves less of a layer's product than `min_signal` (35 dB), a static scale
+    text = f"""Where rounding its inputs leaves less of a layer's product than `min_signal` (36 dB), a static scale
     becomes a scale a token, and that 16-bit inputs. {"; ".join(lines)}."""
     return ["## Eight bits", table(("", *HEADER), rows), paragraph(text)] if rows else []
 
