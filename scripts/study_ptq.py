@@ -1,9 +1,12 @@
-"""The study of post-training quantization: every method on SmolLM2-135M, against the 16-bit model and llama.cpp's own.
+"""The study of post-training quantization: every method on SmolLM2-135M, against the 16-bit model and other projects.
 
 python scripts/study_ptq.py [--work DIR]              about two hours on two cores; resumable
 python scripts/study_ptq.py --only gptq,rtn           cells by name, or by the beginning of it
 python scripts/study_ptq.py --report                  writes docs/quality_ptq.md
 python scripts/study_ptq.py --quick                   a tiny random model: proves this script
+
+GPTQModel and llm-compressor are measured where LOWBIT_STUDY_GPTQMODEL and LOWBIT_STUDY_LLMCOMPRESSOR name a Python that
+has them; each wants an environment of its own. llama.cpp comes with the `bench` extra.
 """
 
 import random

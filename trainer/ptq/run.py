@@ -194,7 +194,7 @@ class _Run:
         )
         part = {
             "packed_sha256": packed_sha256(model),
-            "bits_per_weight": _bits_per_weight(model),
+            "bits_per_weight": bits_per_weight(model),
             "layers": [layer.to_dict() for layer in reports],
         }
 
@@ -355,7 +355,7 @@ def _widest(model: PreTrainedModel, schemes: Mapping[str, Scheme]) -> int:
     return max(model.get_submodule(name).in_features for name in schemes)
 
 
-def _bits_per_weight(model: PreTrainedModel) -> float:
+def bits_per_weight(model: PreTrainedModel) -> float:
     """Of the packed layers, scales as they are stored (in the quantizer's dtype)."""
     bits = weights = 0.0
     for layer in packed_layers(model).values():

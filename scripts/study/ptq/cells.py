@@ -1,8 +1,10 @@
-"""What the study of post-training quantization measures: formats, methods, and llama.cpp's types in llama.cpp.
+"""What the study of post-training quantization measures: formats, methods, peers, and llama.cpp's types in llama.cpp.
 
 The order makes a study that is stopped halfway useful: rounding to nearest, every method once, what settings matter.
+A peer's quantizer runs in a Python of its own, which an environment variable names; without it its cells are left out.
 """
 
+import os
 from dataclasses import dataclass
 
 from study.cell import Cell, choose
@@ -46,7 +48,10 @@ QUICK = Sizes(
     cells_per_process=64,
 )
 _COMMON = ("model", "windows", "window_len", "prompts", "answer_len")
-_SIZES_OF = {"16bit": _COMMON, "ptq": (*_COMMON, "rows", "row_len"), "llama": (*_COMMON, "rows", "row_len")}
+_CALIBRATED = (*_COMMON, "rows", "row_len")
+_SIZES_OF = {"16bit": _COMMON, "ptq": _CALIBRATED, "peer": _CALIBRATED, "llama": _CALIBRATED}
+PYTHONS = {"gptqmodel": "LOWBIT_STUDY_GPTQMODEL", "llmcompressor": "LOWBIT_STUDY_LLMCOMPRESSOR"}
+"""Peer, as its distribution is called -> the environment variable with the path of a Python that has it."""
 
 
 def formats(sizes: Sizes) -> dict[str, tuple[str, ...]]:
@@ -85,6 +90,19 @@ def methods(sizes: Sizes) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def peers(sizes: Sizes) -> dict[str, tuple[str, ...]]:
+    """Name -> peer, method and the settings that are not its defaults; the end of the name is the format."""
+    group_size = f"group_size={sizes.groups[0]}"
+    gptqmodel = ("gptqmodel", "gptq", "bits=4", group_size)
+    return {
+        "gptqmodel_int4_g32": gptqmodel,
+        "llmcompressor-gptq_int4_g32": ("llmcompressor", "gptq", "num_bits=4", group_size, "symmetric=true"),
+        "llmcompressor-awq_int4_g32_asymmetric": ("llmcompressor", "awq", "num_bits=4", group_size, "symmetric=false"),
+        "gptqmodel-mse_int4_g32": (*gptqmodel, "mse=2.4"),
+        "gptqmodel-order_int4_g32": (*gptqmodel, "mse=2.4", "desc_act=true"),
+    }
+
+
 def gguf_files(sizes: Sizes) -> dict[str, tuple[str, ...]]:
     """Name -> what makes a GGUF file: type, and by whom: ours, ours with an importance matrix, llama.cpp's own."""
     found = {"gguf_F16": ("F16", "ours")}
@@ -100,6 +118,7 @@ def study_cells(sizes: Sizes) -> list[Cell]:
     return [
         _cell(sizes, "16bit", "16bit", ()),
         *(_cell(sizes, name, "ptq", settings) for name, settings in methods(sizes).items()),
+        *(_cell(sizes, name, "peer", settings) for name, settings in peers(sizes).items()),
         *(_cell(sizes, name, "llama", settings) for name, settings in gguf_files(sizes).items()),
     ]
 
@@ -109,9 +128,18 @@ def _cell(sizes: Sizes, name: str, kind: str, settings: tuple[str, ...]) -> Cell
 
 
 def chosen_cells(sizes: Sizes, only: str) -> list[Cell]:
-    """The cells whose names, or beginnings of them, `only` lists; all for an empty text.
+    """The cells whose names, or beginnings of them, `only` lists; all for an empty text. Peers that are not there are
+    left out, and said.
 
     raises  ValueError naming the names that exist
     """
     cells = study_cells(sizes)
-    return choose(cells, only) if only else cells
+    chosen = choose(cells, only) if only else cells
+    for cell in chosen:
+        if not _can_run(cell):
+            print(f"{cell.name} is left out: {PYTHONS[cell.overrides[0]]} is not set to a Python with this peer")
+    return [cell for cell in chosen if _can_run(cell)]
+
+
+def _can_run(cell: Cell) -> bool:
+    return cell.kind != "peer" or bool(os.environ.get(PYTHONS[cell.overrides[0]]))

@@ -1,9 +1,12 @@
 """One cell of the study, measured through quantize.py's own path: settings, folder, and what the folder answers."""
 
 import ctypes
+import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import asdict
 from importlib.metadata import version
@@ -11,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from study.cell import Cell
-from study.ptq.cells import CALIBRATION_FILE, TEST_FILE
+from study.ptq.cells import CALIBRATION_FILE, PYTHONS, TEST_FILE
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer import LLM, SamplingParams
 from trainer.config.errors import UserError
@@ -24,8 +28,10 @@ from trainer.data.pydocs import load_questions
 from trainer.evaluate.fidelity import Original, PromptMatch
 from trainer.formats.gguf_write import write_gguf
 from trainer.model import load_model
-from trainer.ptq.run import quantize
+from trainer.ptq.calibration import load_calibration
+from trainer.ptq.run import bits_per_weight, quantize
 from trainer.settings import read_settings
+from trainer.sources.resolve import resolve_model
 
 
 def measure(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
@@ -35,7 +41,8 @@ def measure(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     """
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
-    figures = {"16bit": _original, "ptq": _quantized, "llama": _in_llama}[cell.kind](cell, data, folder)
+    kinds = {"16bit": _original, "ptq": _quantized, "peer": _by_peer, "llama": _in_llama}
+    figures = kinds[cell.kind](cell, data, folder)
     shutil.rmtree(folder, ignore_errors=True)
     return {**figures, "cell_s": time.monotonic() - began, "threads": torch.get_num_threads()}
 
@@ -51,21 +58,38 @@ def _original(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
 
 def _quantized(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     """What quantize.py wrote, opened as the server opens it."""
-    settings = [
-        *(f"model={cell.sizes['model']}", f"dtype={_dtype(cell)}", f"data={data / CALIBRATION_FILE}"),
-        *(f"rows={cell.sizes['rows']}", f"max_seq_len={cell.sizes['row_len']}", "eval_rows=4"),
-        *(f"output_dir={folder}", f"seed={cell.seed}", *cell.overrides),
-    ]
+    settings = [*_calibrated(cell, data), f"output_dir={folder}", *cell.overrides]
     given = {setting.partition("=")[0]: setting for setting in settings}  # of two for one key the cell's own counts
     result = quantize(read_settings(PtqConfig, list(given.values())))
-    source = ModelConfig(ModelSource.folder, str(result.exports["quantized"]), dtype=DType(_dtype(cell)))
-    model, tokenizer = load_model(source)
+    model, tokenizer = _open(cell, result.exports["quantized"])
     report = result.report
     errors = [layer["output_error"] for layer in report["layers"] if layer["output_error"] is not None]
     return {
         **{name: report[name] for name in ("seconds", "peak_memory_bytes", "bits_per_weight", "packed_sha256")},
         "output_error": sum(errors) / len(errors) if errors else None,
         "notes": [f"{layer['name']}: {layer['note']}" for layer in report["layers"] if layer["note"]],
+        **_compared(model, tokenizer, cell, data, folder.parent),
+    }
+
+
+def _by_peer(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
+    """What a peer's quantizer made of the same model and rows in its own Python, opened by lowbit."""
+    peer, method, *settings = cell.overrides
+    folder.mkdir(parents=True)
+    source, config = resolve_model(_source(cell)), read_settings(PtqConfig, _calibrated(cell, data))
+    job = {
+        "peer": peer,
+        "method": method,
+        "settings": {name: yaml.safe_load(value) for name, _, value in (s.partition("=") for s in settings)},
+        "model": source,
+        "rows": load_calibration(config, AutoTokenizer.from_pretrained(source)).rows,
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    _run_peer(os.environ[PYTHONS[peer]], folder)
+    model, tokenizer = _open(cell, folder / "export")
+    return {
+        **json.loads((folder / "figures.json").read_text()),
+        "bits_per_weight": bits_per_weight(model),
         **_compared(model, tokenizer, cell, data, folder.parent),
     }
 
@@ -83,11 +107,7 @@ def _in_llama(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
         began = time.monotonic()
         _quantize_in_llama(plain, path, kind)
     elif maker == "imatrix":
-        settings = [
-            *(f"model={cell.sizes['model']}", f"dtype={_dtype(cell)}", f"data={data / CALIBRATION_FILE}"),
-            *(f"rows={cell.sizes['rows']}", f"max_seq_len={cell.sizes['row_len']}", "eval_rows=4", "method=gguf"),
-            *(f"output_dir={folder}", f"gguf_type={kind}"),
-        ]
+        settings = [*_calibrated(cell, data), f"output_dir={folder}", "method=gguf", f"gguf_type={kind}"]
         path = quantize(read_settings(PtqConfig, settings)).exports["gguf"]
     else:
         write_gguf(model, tokenizer, path, gguf_type=kind)
@@ -103,8 +123,24 @@ def _dtype(cell: Cell) -> str:
     return "float32" if cell.sizes["model"] == "tiny" else "bfloat16"
 
 
+def _source(cell: Cell) -> ModelConfig:
+    return named_model(cell.sizes["model"], DType(_dtype(cell)))
+
+
 def _load(cell: Cell) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load_model(named_model(cell.sizes["model"], DType(_dtype(cell))))
+    return load_model(_source(cell))
+
+
+def _open(cell: Cell, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_model(ModelConfig(ModelSource.folder, str(folder), dtype=DType(_dtype(cell))))
+
+
+def _calibrated(cell: Cell, data: Path) -> list[str]:
+    """Settings of quantize.py: the model, and the rows that all methods and peers are given."""
+    return [
+        *(f"model={cell.sizes['model']}", f"dtype={_dtype(cell)}", f"data={data / CALIBRATION_FILE}"),
+        *(f"rows={cell.sizes['rows']}", f"max_seq_len={cell.sizes['row_len']}", "eval_rows=4", f"seed={cell.seed}"),
+    ]
 
 
 def _windows(cell: Cell, data: Path, tokenizer: PreTrainedTokenizerBase) -> Tensor:
@@ -155,6 +191,21 @@ def _answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cell: C
     outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], sampling)
     llm.close()
     return [list(output.choices[0].token_ids) for output in outputs]
+
+
+def _run_peer(python: str, folder: Path) -> None:
+    """peers.py in another Python, which has versions of its own and none of this one's paths.
+
+    raises  RuntimeError with the last line that it said
+    """
+    environment = {**os.environ, "PYTHONPATH": "", "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    command = [Path(python).absolute(), Path(__file__).with_name("peers.py"), folder.absolute()]
+    # In the folder of the cell, since GPTQModel writes logs/ where it runs.
+    done = subprocess.run(command, env=environment, cwd=folder, stderr=subprocess.PIPE, text=True, errors="replace")
+    print(done.stderr, file=sys.stderr)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no word"]
+        raise RuntimeError(f"{python} ended with {done.returncode}: {said[-1]}")
 
 
 # ---- llama.cpp

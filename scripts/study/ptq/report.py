@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from study.document import Finding, gaps, origin, paragraph, table, verdicts, write_document
-from study.ptq.cells import Sizes, formats, gguf_files, methods, study_cells
+from study.ptq.cells import Sizes, formats, gguf_files, methods, peers, study_cells
 from study.records import Records
 
 COMMAND = "python scripts/study_ptq.py"
@@ -27,6 +27,14 @@ METHODS = {
     "gptq-pydocs": "method=gptq data=pydocs",
     "gptq-5bits": "method=gptq bits_budget=4.5",
 }
+PEERS = {"gptqmodel": "GPTQModel", "llmcompressor": "llm-compressor"}
+PEER_METHODS = {
+    "gptqmodel": "GPTQ",
+    "llmcompressor-gptq": "GPTQ",
+    "llmcompressor-awq": "AWQ",
+    "gptqmodel-mse": "GPTQ, mse=2.4",
+    "gptqmodel-order": "GPTQ, mse=2.4 desc_act=True",
+}
 INT8 = {
     "rtn_int8": "INT8 weights, rounded to nearest",
     "int8_dynamic-plain": "method=int8_dynamic fold=none: inputs with a scale a token",
@@ -47,6 +55,7 @@ class Results:
         self.failures = records.failures(cells)
         self.gguf = {name: entry for name, entry in gguf_files(sizes).items() if name in self.by_name}
         self.methods = [name for name in methods(sizes) if name in self.by_name]
+        self.peers = [name for name in peers(sizes) if name in self.by_name]
         self.formats = formats(sizes)
 
     def perplexity(self, name: str) -> float | None:
@@ -161,9 +170,34 @@ def _four_bits(results: Results) -> list[str]:
     rows = [_row(results, "16bit", "16 bits")] if "16bit" in results.by_name else []
     for grid in results.formats:
         if grid != "int8":
-            names = [name for name in results.methods if format_of(name) == grid]
-            rows += [_row(results, name, f"{FORMATS[grid]}: {METHODS[name.partition('_')[0]]}") for name in names]
-    return ["## Four bits", f"`{COMMAND}`", table(("weights: method", *HEADER), rows)] if rows else []
+            names = [name for name in (*results.methods, *results.peers) if format_of(name) == grid]
+            rows += [_row(results, name, f"{FORMATS[grid]}: {_method(results, name)}") for name in names]
+    return ["## Four bits", f"`{COMMAND}`", table(("weights: method", *HEADER), rows), *_peers(results)] if rows else []
+
+
+def _method(results: Results, name: str) -> str:
+    method = name.partition("_")[0]
+    if name not in results.peers:
+        return METHODS[method]
+    record = results.by_name[name]
+    return f"{PEERS[record['overrides'][0]]} {record['version']}, {PEER_METHODS[method]}"
+
+
+def _peers(results: Results) -> list[str]:
+    """What a reader must know of the rows of other projects; empty without any."""
+    if not results.peers:
+        return []
+    used = []
+    for name in results.peers:
+        settings = ", ".join(f"{key}={value}" for key, value in results.by_name[name]["settings"].items())
+        cpu_minutes = results.by_name[name]["cpu_s"] / 60
+        used.append(f"{_method(results, name)}: {settings}; {cpu_minutes:.1f} minutes of processor time.")
+    text = f"""Other projects' quantizers ran in a Python of their own (`scripts/study/ptq/peers.py`) on the same 16-bit
+    folder and the same rows of calibration; what they exported was opened by lowbit and measured as the rest. Their
+    minutes hold loading, quantizing and writing; those of quantize.py also the comparison with the 16-bit model. Scales
+    are stored as each project stores them. Set was the grid, and what the row says; the rest are their defaults.
+    {" ".join(used)}"""
+    return [paragraph(text)]
 
 
 def _eight_bits(results: Results) -> list[str]:
