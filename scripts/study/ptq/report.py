@@ -37,8 +37,8 @@ PEER_METHODS = {
 }
 INT8 = {
     "rtn_int8": "INT8 weights, rounded to nearest",
-    "int8_dynamic-plain": "method=int8_dynamic fold=none: inputs with a scale a token",
-    "int8_dynamic": "method=int8_dynamic: the same, smoothed",
+    "int8_dynamic-plain": "method=int8_dynamic fold=none: inputs with a scale a token, no calibration",
+    "int8_dynamic": "method=int8_dynamic: inputs with a scale a token, smoothed",
     "smoothquant": "method=smoothquant: static inputs",
 }
 MAKERS = {"ours": "lowbit", "imatrix": "lowbit, with an importance matrix", "llama.cpp": "llama.cpp"}
@@ -203,8 +203,8 @@ def _peers(results: Results) -> list[str]:
 def _eight_bits(results: Results) -> list[str]:
     rows = [_row(results, name, label) for name, label in INT8.items() if name in results.by_name]
     lines = []
-    for name in ("int8_dynamic", "smoothquant"):
-        notes = results.by_name.get(name, {}).get("notes", [])
+    for name in [name for name in ("int8_dynamic", "smoothquant") if name in results.by_name]:
+        notes = results.by_name[name]["notes"]
         tokens = sum("a scale a token: static" in note and "16 bits" not in note for note in notes)
         floats = sum("inputs in 16 bits" in note for note in notes)
         lines.append(f"method={name}: {tokens} layers fell back to a scale a token, {floats} to 16-bit inputs")
