@@ -30,8 +30,11 @@ from trainer.kernels._triton import HAS_TRITON
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
 SOURCE_DIR = Path(__file__).parent / "cpp"
 # No contraction: a fused multiply-add would round differently from the torch reference.
-BASE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fopenmp")
-NATIVE_FLAGS = ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
+_X86 = platform.machine() in ("x86_64", "AMD64")
+# GCC 12 moves pairs of integers through MMX registers, and leaves the x87 unit, which they are part of, full: the next
+# long double or fmod of the thread, numpy's say, was nan.
+BASE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fopenmp", *(("-mno-mmx",) if _X86 else ()))
+NATIVE_FLAGS = ("-march=native",) if _X86 else ("-mcpu=native",)
 
 logger = logging.getLogger(__name__)
 

@@ -168,7 +168,7 @@ def test_the_server_serves_a_run(run):
         [(found, _)] = llm.loglikelihood([ids[:4]], [ids[4:]])
         assert found == pytest.approx(expected, abs=1e-3)  # thirteen float32 log-probabilities
     assert LLM(run("INT8 cache").run_dir, max_model_len=64).runner.cache.dtype is torch.int8
-    with pytest.raises(UserError, match="quantization=int4 would round .* again, which holds the codes"):
+    with pytest.raises(UserError, match="quantization=int4 would round .* again, which holds codes already"):
         LLM(result.run_dir, quantization="int4")
 
 
