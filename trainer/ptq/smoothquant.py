@@ -7,8 +7,7 @@ rounded inputs times rounded weights, on tokens of the calibration. A static sca
 largest input with the smallest such loss: a few tokens of a Llama have inputs of its down projections that are a
 thousand times those of the others, and one scale for all makes 0 of the rest. A signal to noise ratio says when that is
 so: then the layer gets a scale a token, and where that is too little too its inputs stay in 16 bits. On SmolLM2-135M
-that is the down projections, whose inputs (28 to 33 dB with a scale a token, all others 35 and more) are what INT8
-inputs cost: 0.8 % of perplexity with them, 0.03 % without (docs/quality_ptq.md has the whole).
+that is nearly every down projection: quantize.json names them, docs/quality_ptq.md has what is left of the loss.
 """
 
 from collections.abc import Callable, Sequence
