@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from trainer.kernels.fake_quant import Grid
 from trainer.kernels.int8 import QUANT_MAX
+from trainer.qat.fake_weight import PerLayer, PerToken
 from trainer.quantizer import Quantizer
 
 ALPHAS = tuple(i / 10 for i in range(11))
@@ -26,9 +28,8 @@ CLIPS = tuple(2.0 ** (-i / 4) for i in range(17))
 def round_inputs(x: Tensor, scale: Tensor | None) -> Tensor:
     """x [T, in] float32 on the INT8 grid: of one scale [], or with None of a scale a token."""
     if scale is None:
-        scale = x.abs().amax(1, keepdim=True) / QUANT_MAX
-    scale = torch.where(scale > 0, scale, 1.0)
-    return (x / scale).round().clamp(-QUANT_MAX, QUANT_MAX) * scale
+        return PerToken(Grid.int8()).values(x)
+    return PerLayer().values(x, scale)
 
 
 def smoothing_factor(weights: Sequence[Tensor], absmax: Tensor, alpha: float) -> Tensor:

@@ -17,11 +17,11 @@ import torch
 import yaml
 from study.cell import Cell
 from study.ptq.cells import CALIBRATION_FILE, PYTHONS, TEST_FILE
+from study.text import text_windows
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer import LLM, SamplingParams
-from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource, named_model
 from trainer.config.ptq import PtqConfig
 from trainer.data.pydocs import load_questions
@@ -112,7 +112,7 @@ def _in_llama(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     else:
         write_gguf(model, tokenizer, path, gguf_type=kind)
     seconds, size = time.monotonic() - began, path.stat().st_size
-    figures = _llama_figures(path, _windows(cell, data, tokenizer))
+    figures = _llama_figures(path, text_windows(cell, data / TEST_FILE, tokenizer))
     return {"seconds": seconds, "file_bytes": size, **figures}
 
 
@@ -143,16 +143,6 @@ def _calibrated(cell: Cell, data: Path) -> list[str]:
     ]
 
 
-def _windows(cell: Cell, data: Path, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """[windows, window_len] int64, from the start of the test text; each is read without what stands before it."""
-    count, length = cell.sizes["windows"], cell.sizes["window_len"]
-    text = (data / TEST_FILE).read_text(encoding="utf-8")[: 16 * count * length]  # no token of text has 16 characters
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    if len(ids) < count * length:
-        raise UserError(f"{data / TEST_FILE} has {len(ids)} tokens; {count} windows need {count * length}")
-    return torch.tensor(ids[: count * length]).view(count, length)
-
-
 def _compared(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cell: Cell, data: Path, kept: Path
 ) -> dict[str, Any]:
@@ -160,7 +150,7 @@ def _compared(
 
     kept  folder where what the 16-bit model says is kept for the next cell
     """
-    original, answers = _reference(cell, _windows(cell, data, tokenizer), kept)
+    original, answers = _reference(cell, text_windows(cell, data / TEST_FILE, tokenizer), kept)
     figures = original.compare(model).to_dict()
     match = asdict(PromptMatch.of(answers, _answers(model, tokenizer, cell)))
     return {**figures, "exact": match["exact"], "mean_common": match["mean_common"]}

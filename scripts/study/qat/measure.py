@@ -18,13 +18,13 @@ import torch
 from accelerate import Accelerator
 from study.cell import Cell
 from study.qat.cells import TEST_FILE, TRAIN_FILE
+from study.text import text_windows
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from trainer import finetune, load_config
-from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.schema import Config
+from trainer.evaluate.fidelity import Original
 from trainer.evaluate.merge_gain import MergeGain, measure_merge_gain
 from trainer.export.adapter import read_adapter
 from trainer.loop import train
@@ -32,12 +32,8 @@ from trainer.metrics import peak_memory_bytes
 from trainer.model import load_model, prepare_model
 from trainer.objective import NextTokenLoss
 from trainer.prepare import prepare_run
-from trainer.qat.fake_quant import head_operands
 from trainer.qat.prepare import prepare_qat
 from trainer.run import Result
-
-CHUNK = 256
-"""Positions whose logits are held at a time."""
 
 
 def measure(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
@@ -62,7 +58,7 @@ def _rounded(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     model, tokenizer = load_model(_model(cell))
     if cell.overrides:
         prepare_qat(model, load_config("conf=qat", *cell.overrides).qat)
-    return _compared(model, cell, _windows(cell, data, tokenizer), folder.parent)
+    return _compared(model, cell, text_windows(cell, data / TEST_FILE, tokenizer), folder.parent)
 
 
 def _trained(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
@@ -90,7 +86,7 @@ def _trained(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     if exported is None:  # the usual way: what it would ship is no file
         return {**figures, "perplexity": math.exp(gain["shipped"])}
     model, tokenizer = load_model(ModelConfig(ModelSource.folder, str(exported), dtype=DType(_dtype(cell))))
-    return {**figures, **_compared(model, cell, _windows(cell, data, tokenizer), folder.parent)}
+    return {**figures, **_compared(model, cell, text_windows(cell, data / TEST_FILE, tokenizer), folder.parent)}
 
 
 def _cost(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
@@ -157,59 +153,24 @@ def _write_rows(cell: Cell, data: Path, folder: Path) -> Path:
     return folder
 
 
-def _windows(cell: Cell, data: Path, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """[windows, window_len] int64, from the start of the test text; each is read without what stands before it."""
-    count, length = cell.sizes["windows"], cell.sizes["window_len"]
-    text = (data / TEST_FILE).read_text(encoding="utf-8")[: 16 * count * length]  # no token of text has 16 characters
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    if len(ids) < count * length:
-        raise UserError(f"{data / TEST_FILE} has {len(ids)} tokens; {count} windows need {count * length}")
-    return torch.tensor(ids[: count * length]).view(count, length)
-
-
-@torch.inference_mode()
 def _compared(model: nn.Module, cell: Cell, windows: Tensor, kept: Path) -> dict[str, float]:
-    """Perplexity, and against the 16-bit model KL(16-bit || model) in nats a token and the share of likeliest tokens
-    that are the same.
+    """Perplexity, KL(16-bit || model) in nats a token and the share of likeliest tokens that are the same.
 
     kept  folder where what the 16-bit model says is kept for the next cell
     """
-    studied, (wanted_states, wanted_head) = NextTokenLoss(model.eval()), _reference(cell, windows, kept)
-    loss, divergence, same = 0.0, 0.0, 0
-    for window, wanted_x in zip(windows, wanted_states, strict=True):
-        x, head = _operands(studied, window)
-        for start in range(0, len(window) - 1, CHUNK):
-            part = slice(start, start + CHUNK)
-            log_probs, wanted = _log_probs(x[part], head), _log_probs(wanted_x[part], wanted_head)
-            loss -= log_probs.gather(1, window[1:][part, None]).double().sum().item()
-            divergence += (wanted.exp() * (wanted - log_probs)).sum(1).double().sum().item()
-            same += int((wanted.argmax(1) == log_probs.argmax(1)).sum())
-    count = windows.shape[0] * (windows.shape[1] - 1)
-    return {"perplexity": math.exp(loss / count), "kl": divergence / count, "same_token": same / count}
+    figures = _original(cell, windows, kept).compare(model)
+    return {name: getattr(figures, name) for name in ("perplexity", "kl", "same_token")}
 
 
-def _reference(cell: Cell, windows: Tensor, kept: Path) -> tuple[Tensor, Tensor]:
+def _original(cell: Cell, windows: Tensor, kept: Path) -> Original:
     """What the 16-bit model's head multiplies, of all windows: computed by the first cell that asks."""
     path = kept / f"reference_{'_'.join(map(str, (cell.sizes['model'], *windows.shape)))}.pt"
     model = load_model(_model(cell))[0].eval()
     if not path.is_file():
-        objective = NextTokenLoss(model)
-        states = torch.stack([_operands(objective, window)[0] for window in windows])
         partial = path.with_suffix(f".{os.getpid()}")
-        torch.save(states, partial)
+        torch.save(torch.stack(Original.of(model, list(windows)).states), partial)
         os.replace(partial, path)
-    return torch.load(path), model.get_output_embeddings().weight
-
-
-def _operands(objective: NextTokenLoss, window: Tensor) -> tuple[Tensor, Tensor]:
-    """What the output head multiplies at all positions but the last."""
-    cu_seqlens = torch.tensor([0, len(window)], dtype=torch.int32)
-    hidden_states = objective.hidden_states(window, cu_seqlens, torch.arange(len(window) - 1))
-    return head_operands(objective.head, hidden_states)
-
-
-def _log_probs(hidden_states: Tensor, weight: Tensor) -> Tensor:
-    return (hidden_states @ weight.T).float().log_softmax(1)
+    return Original(list(torch.load(path)), model.get_output_embeddings().weight.detach(), list(windows))
 
 
 def _gain(cell: Cell, config: Config, result: Result, data: Path) -> MergeGain:
@@ -220,7 +181,7 @@ def _gain(cell: Cell, config: Config, result: Result, data: Path) -> MergeGain:
         weights = {name: layer.weight.clone() for name, layer in model.named_modules() if type(layer) is nn.Linear}
         prepare_model(model, config.quant)
     model = read_adapter(model, result.exports["adapter"], tokenizer)
-    windows = _windows(cell, data, tokenizer)
+    windows = text_windows(cell, data / TEST_FILE, tokenizer)
 
     @torch.inference_mode()
     def loss() -> float:
