@@ -119,7 +119,7 @@ def _explain(error: HydraException) -> str:
     return " ".join(" ".join([text, *cause[:1]]).split())
 
 
-_OWN = {"model": "model=hub (or folder, gguf) model.path=", "data": "data=jsonl data.path="}
+_OWN = {"model": "model=hub (or folder, gguf) model.path=", "data": "data=file data.path="}
 
 
 def _unknown_key(key: str) -> str:

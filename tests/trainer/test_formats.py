@@ -23,7 +23,7 @@ def write(path: Path, *rows: object) -> str:
 
 
 def jsonl(path: str, **keys: object) -> DataConfig:
-    return DataConfig(source=DataSource.jsonl, path=path, **keys)
+    return DataConfig(source=DataSource.file, path=path, **keys)
 
 
 def numbered(count: int) -> list[dict[str, str]]:

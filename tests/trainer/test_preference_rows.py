@@ -11,6 +11,7 @@ from trainer.config.preference import Method
 from trainer.data.loader import group_by_length, row_len
 from trainer.data.preference import collate_labelled, collate_pairs, tokenize_preferences
 from trainer.data.preference_rows import Labelled, load_preferences, read_preferences
+from trainer.data.rows import content_hash
 from trainer.model import load_model
 
 USER, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -32,7 +33,7 @@ def read(tmp_path):
     def of(*rows: dict, method: Method = Method.dpo, **columns: str):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = DataConfig(source=DataSource.jsonl, path=str(path), columns=ColumnsConfig(**columns))
+        config = DataConfig(source=DataSource.file, path=str(path), columns=ColumnsConfig(**columns))
         return read_preferences(config, method, str(path))
 
     return of
@@ -172,7 +173,7 @@ def test_batches(read, tokenizer):
 def test_docstrings_make_a_demonstration():
     """Right answers are docstrings of what is asked for, wrong ones others of the same module, where it has some."""
     train, held_out = load_preferences(DataConfig(eval_rows=16), Method.dpo, 0)
-    assert len(held_out) == 16 and not {row.says() for row in train} & {row.says() for row in held_out}
+    assert len(held_out) == 16 and not {content_hash(row) for row in train} & {content_hash(row) for row in held_out}
     assert all(row.chosen.messages[0] == row.rejected.messages[0] for row in train)
     answers = {row.chosen.messages[1]["content"]: row.chosen.origin.split(".")[0] for row in train}
     modules = [(row.chosen.origin.split(".")[0], answers[row.rejected.messages[1]["content"]]) for row in train]
@@ -187,5 +188,5 @@ def test_docstrings_make_a_demonstration():
 def test_no_held_out_pair_is_trained_on(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({**PAIR, "prompt": f"Hi {i % 15}"}) + "\n" for i in range(30)))
-    train, held_out = load_preferences(DataConfig(source=DataSource.jsonl, path=str(path)), Method.orpo, 0)
-    assert held_out and not {row.says() for row in train} & {row.says() for row in held_out}
+    train, held_out = load_preferences(DataConfig(source=DataSource.file, path=str(path)), Method.orpo, 0)
+    assert held_out and not {content_hash(row) for row in train} & {content_hash(row) for row in held_out}

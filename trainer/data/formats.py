@@ -13,34 +13,21 @@ import json
 import logging
 import random
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from trainer.config.data import ColumnsConfig, DataConfig, DataSource
 from trainer.config.errors import UserError, require
 from trainer.data.pydocs import Question, load_questions
+from trainer.data.rows import Row
+
+ROLES = ("system", "user", "assistant")
 
 logger = logging.getLogger(__name__)
 
-ROLES = ("system", "user", "assistant")
 T = TypeVar("T")
 SHAPES = {"messages": ("messages",), "prompt/completion": ("prompt", "completion"), "text": ("text",)}
 _JSON_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One conversation, or one plain text; the other field is None."""
-
-    messages: list[dict[str, str]] | None
-    """`{"role": ..., "content": ...}` each, the roles out of `ROLES`; at least one assistant turn."""
-    text: str | None
-    origin: str
-    """Where the row comes from, for messages to people: `train.jsonl:12` or `pydocs:json.dumps`."""
-    prompt_len: int = 0
-    """Leading messages, or characters of the text, that are given and never learned: the prompt of an answer that is
-    compared with another (preference.py)."""
 
 
 def load_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:

@@ -11,7 +11,6 @@ that of the next name in the same module; half of the labelled answers are of th
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from os.path import commonprefix
 from typing import Any
@@ -20,7 +19,6 @@ from trainer.config.data import DataConfig, DataSource
 from trainer.config.errors import require
 from trainer.config.preference import Method
 from trainer.data.formats import (
-    Row,
     content,
     drop_copies,
     exchange,
@@ -32,37 +30,9 @@ from trainer.data.formats import (
     to_text,
 )
 from trainer.data.pydocs import Question, load_questions
+from trainer.data.rows import Labelled, Pair, Preference, Row, content_hash
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two answers to one prompt."""
-
-    chosen: Row
-    rejected: Row
-
-    def says(self) -> tuple[Any, ...]:
-        return content(self.chosen), content(self.rejected)
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """One answer to a prompt, good or bad."""
-
-    row: Row
-    desirable: bool
-
-    @property
-    def prompt(self) -> list[dict[str, str]]:
-        return self.row.messages[: self.row.prompt_len]
-
-    def says(self) -> tuple[Any, ...]:
-        return content(self.row)
-
-
-Preference = Pair | Labelled
 
 
 def load_preferences(config: DataConfig, method: Method, seed: int) -> tuple[list[Preference], list[Preference]]:
@@ -81,7 +51,7 @@ def load_preferences(config: DataConfig, method: Method, seed: int) -> tuple[lis
         train, held_out = rows, read_preferences(config, method, config.eval_path, limit=config.eval_rows)
     else:
         train, held_out = hold_out(rows, config, seed)
-    return drop_copies(train, held_out, config.path, lambda row: row.says()), held_out
+    return drop_copies(train, held_out, config.path, content_hash), held_out
 
 
 def answers_to_show(rows: Sequence[Row | Preference]) -> list[Row]:

@@ -82,7 +82,7 @@ def _load(
         return _drawn(rows[:-num_held_out], num_rows, config.seed), rows[-num_held_out:]
     columns = ColumnsConfig(**_columns(config.columns)) if source != "pydocs" else ColumnsConfig()
     path = None if source == "pydocs" else source
-    kind = DataSource.pydocs if path is None else DataSource.jsonl
+    kind = DataSource.pydocs if path is None else DataSource.file
     data = DataConfig(kind, path, columns=columns, eval_rows=num_held_out, max_seq_len=config.max_seq_len)
     rows, held_out = load_rows(data, config.seed)
     drawn = _drawn(rows, num_rows, config.seed)
