@@ -104,6 +104,7 @@ Preference = Pair | Labelled
 Example = Row | Pair | Labelled
 
 
-def content_hash(example: Example) -> bytes:
-    """16 bytes that are equal where two rows say the same, wherever they stand."""
-    return hashlib.sha256(json.dumps(example.says(), sort_keys=True).encode()).digest()[:16]
+def content_hash(example: Example) -> int:
+    """64 bits that are equal where two rows say the same, wherever they stand."""
+    digest = hashlib.sha256(json.dumps(example.says(), sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "big")
