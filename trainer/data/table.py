@@ -1,13 +1,12 @@
 """All rows of a source as a table of tokens on disk, made once and mapped into memory.
 
-    <cache>/data/<key>/    rows.arrow    the rows of tokenizing.py, and `row`, the number of the source row among the good
+    <cache>/data/<key>/    rows.arrow    the rows of tokenizing.py, and `row`, the good source rows numbered
                            bad.jsonl     what was left out: kind, where, what
                            report.json   counts
 
 The key is a hash of all that decides what is in the table: the source's bytes, the tokenizer's, the chat template, the
-settings, the versions of the libraries that render, and our own code. Files that only changed their name or date are
-not read again, and nothing stale is ever found. Bad rows are judged when a table is opened, so that another
-`data.on_bad_row` needs no second pass.
+settings, the versions of the libraries that render, and our own code, so that nothing stale is ever found. Bad rows are
+judged when a table is opened, so that another `data.on_bad_row` needs no second pass.
 """
 
 import hashlib
@@ -25,6 +24,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import UserError
+from trainer.data.opening import HOPELESS_ROWS
 from trainer.data.rows import BadRow
 from trainer.data.tokenizing import Tokenized, TokenRow
 
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 IGNORED = -100
 MAX_LISTED = 10_000
 """Bad rows whose text is kept; all are counted."""
-HOPELESS_ROWS = 1000
-"""A source that begins with so many bad rows and no good one is given up."""
 LONG_ROW = "too long (skipped)"
 """The kind of what `data.on_long_row=skip` leaves out: asked for, and so never an error."""
 _WRITE_ROWS = 1024

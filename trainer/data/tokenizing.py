@@ -1,9 +1,9 @@
 """Raw rows of one source to rows of tokens: parse, shape, render. What a worker process runs.
 
-Between readers.py and table.py or stream.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int), `origin`
-(str), `content` (64 bits, equal where two source rows say the same), `truncated` (tokens cut off), for pairs also
-`rejected_input_ids` and `rejected_labels`, for labelled answers `desirable`. A source row may become several of them: a
-conversation whose template rewrites history, a long text.
+Between readers.py and table.py or stream.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int),
+`origin` (str), `content` (64 bits, equal where two source rows say the same), `truncated` (tokens cut off), for pairs
+also `rejected_input_ids` and `rejected_labels`, for labelled answers `desirable`. A source row may become several of
+them: a conversation whose template rewrites history, a long text.
 """
 
 from collections import deque
@@ -92,7 +92,7 @@ def _columns(row: TokenizedRow, prefix: str = "") -> TokenRow:
 def tokenize_all(tokenizer: RowTokenizer, rows: Iterable[RawRow], *, num_workers: int) -> Iterator[Tokenized]:
     """What becomes of each raw row, in their order, which does not depend on the number of workers.
 
-    num_workers  processes; 0 for this one. At most a few chunks are under way, so that memory does not grow with the file
+    num_workers  processes; 0 for this one. At most a few chunks are under way: memory stays flat
     """
     if not num_workers:
         yield from map(tokenizer, rows)
