@@ -21,8 +21,8 @@ from trainer.data.dataset import load_data, row_lengths
 from trainer.data.loader import BatchPlan
 from trainer.data.opening import OpenedSources, open_sources
 from trainer.data.order import RunOrder
-from trainer.data.readers import spool_stdin
 from trainer.data.rows import BadRow
+from trainer.data.stdin import spool_stdin
 from trainer.data.steps import Steps, TableSteps
 from trainer.data.streaming import load_stream
 from trainer.sources.cache import cache_dir
