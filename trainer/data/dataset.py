@@ -161,7 +161,7 @@ def _key(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTokenize
         "name": opened.reader.name,
         "max_rows": opened.source.max_rows,
         "max_row_bytes": config.max_row_bytes,
-        "shape": opened.shaper.fingerprint(),
+        "shape": [opened.shaper.shape.title, opened.shaper.names, opened.shaper.needed],
         "renderer": Renderer(tokenizer, config).fingerprint(),
         "code": _code_sha256(),
     }
