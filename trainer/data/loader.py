@@ -14,23 +14,27 @@ ranks wait for each other in each backward pass.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.data.order import RunOrder
+from trainer.data.permutation import permutation
+
 IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The order of a run's data. Runs with equal seed, rows and rows a step agree on it, however ranks share a step."""
+    """The steps of a run. Runs with equal seed, rows and rows a step agree on them, however ranks share a step."""
 
     num_rows: int
     """Rows of the training set."""
     batch_size: int
-    """Rows one rank takes in one micro-batch."""
+    """Units one rank takes in one micro-batch: rows, or with packing several rows in one."""
     grad_accum_steps: int
     """Micro-batches one rank takes in one step."""
     world_size: int
@@ -38,9 +42,11 @@ class BatchPlan:
     seed: int
     """Chooses the order; 0..2**32 - 1."""
     epochs: float = 1.0
-    """Passes over the data, rounded to whole rows, when `max_steps` is None."""
+    """Passes over the data, rounded to whole units, when `max_steps` is None."""
     max_steps: int | None = None
     """Steps, each of them full; the data starts over as often as needed."""
+    order: RunOrder | None = None
+    """Mixed, packed or by length; None: each row once an epoch, shuffled."""
 
     def __post_init__(self) -> None:
         for name in ("num_rows", "batch_size", "grad_accum_steps", "world_size"):
@@ -50,57 +56,76 @@ class BatchPlan:
             raise ValueError(
                 f"epochs={self.epochs}, max_steps={self.max_steps}; give epochs above 0, and max_steps of 0 or more"
             )
+        if self.order is not None:
+            mine, given = self._agreed(self), self._agreed(self.order)
+            if mine != given:
+                raise ValueError(f"the order has (num_rows, seed, rows_per_step)={given}, its plan {mine}; use one")
+
+    @staticmethod
+    def _agreed(of: "BatchPlan | RunOrder") -> tuple[int, int, int]:
+        return of.num_rows, of.seed, of.rows_per_step
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a full step, over all ranks."""
+        """Units of a full step, over all ranks."""
         return self.batch_size * self.grad_accum_steps * self.world_size
 
     @property
-    def total_rows(self) -> int:
-        """Rows of the whole run, repeats counted."""
+    def total_units(self) -> int:
+        """Units of the whole run, repeats counted."""
         if self.max_steps is not None:
             return self.max_steps * self.rows_per_step
-        return max(1, round(self.epochs * self.num_rows))
+        if self.order is None:
+            return max(1, round(self.epochs * self.num_rows))
+        whole, part = divmod(self.epochs, 1)
+        part *= self.order.num_units(int(whole)) if part else 0
+        return max(1, round(self.order.first_unit(int(whole)) + part))
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return -(-self.total_rows // self.rows_per_step)
+        return -(-self.total_units // self.rows_per_step)
 
-    def row_ids(self, step: int) -> list[int]:
-        """The rows of a step, over all ranks; fewer than `rows_per_step` only in the last step.
+    def units(self, step: int) -> list[list[int]]:
+        """What a step takes, over all ranks; fewer than `rows_per_step` units only in the last step.
 
         step     0 <= step < num_steps
-        returns  row numbers in 0..num_rows - 1
+        returns  row numbers in 0..num_rows - 1, in lists of one each where nothing is packed
         raises   IndexError for a step outside the run
         """
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} is outside this run of {self.num_steps} steps")
         first = step * self.rows_per_step
-        positions = range(first, min(first + self.rows_per_step, self.total_rows))
-        places = (divmod(position, self.num_rows) for position in positions)
-        return [int(_epoch_order(self.num_rows, self.seed, epoch)[index]) for epoch, index in places]
+        return [self._unit(position) for position in range(first, min(first + self.rows_per_step, self.total_units))]
+
+    def _unit(self, position: int) -> list[int]:
+        if self.order is not None:
+            epoch, index = self.order.place(position)
+            return self.order.epoch(epoch)[index]
+        epoch, index = divmod(position, self.num_rows)
+        return [int(_epoch_order(self.num_rows, self.seed, epoch)[index])]
+
+    def row_ids(self, step: int) -> list[int]:
+        """The rows of a step, over all ranks, one after the other; see `units`."""
+        return list(chain.from_iterable(self.units(step)))
 
     def micro_batches(self, step: int, rank: int) -> list[list[int]]:
         """The rows that one rank takes in a step.
 
         rank     0 <= rank < world_size
-        returns  `grad_accum_steps` lists of `batch_size` row numbers; shorter or empty at the end of a short last step
+        returns  `grad_accum_steps` lists of the row numbers of `batch_size` units; shorter or empty at the end of a
+                 short last step
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside world_size={self.world_size}")
-        rows = self.row_ids(step)
+        units = self.units(step)
         starts = [(micro * self.world_size + rank) * self.batch_size for micro in range(self.grad_accum_steps)]
-        return [rows[start : start + self.batch_size] for start in starts]
+        return [list(chain.from_iterable(units[start : start + self.batch_size])) for start in starts]
 
 
 @lru_cache(maxsize=4)
 def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    # Raw Philox numbers and a stable sort, for numpy promises never to change these; `permutation` it may change,
-    # and a resumed run would read other rows after an upgrade.
-    draws = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_rows)
-    return np.argsort(draws, kind="stable")
+    return permutation(num_rows, seed=seed, epoch=epoch)
 
 
 def collate(rows: Sequence[dict[str, Any]], device: torch.device | str | None = None) -> dict[str, Tensor]:
