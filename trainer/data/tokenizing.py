@@ -1,16 +1,11 @@
 """Raw rows of one source to rows of tokens: parse, shape, render. What a worker process runs.
 
-Between readers.py and table.py or stream.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int), `origin`
-(str), `content` (64 bits, equal where two source rows say the same), `truncated` (tokens cut off), for pairs also
-`rejected_input_ids` and `rejected_labels`, for labelled answers `desirable`. A source row may become several of them: a
-conversation whose template rewrites history, a long text.
+Between readers.py and table.py or windows.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int; int32
+arrays behind tokenizer_pool.py), `origin` (str), `content` (64 bits, equal where two source rows say the same),
+`truncated` (tokens cut off), for pairs also `rejected_input_ids` and `rejected_labels`, for labelled answers
+`desirable`. A source row may become several of them: a conversation whose template rewrites history, a long text.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from itertools import islice
-from multiprocessing import get_context
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,9 +15,6 @@ from trainer.data.chat import Renderer, TokenizedRow
 from trainer.data.readers import RawRow, Reader
 from trainer.data.rows import BadRow, Example, Labelled, Pair, content_hash, fail
 from trainer.data.shapes import Shaper
-
-CHUNK_ROWS = 256
-"""Raw rows that travel to a worker at a time."""
 
 TokenRow = dict[str, Any]
 Tokenized = list[TokenRow] | BadRow
@@ -43,9 +35,6 @@ class RowTokenizer:
             return self._tokenize(example)
         except BadRow as fault:
             return fault
-
-    def chunk(self, rows: Sequence[RawRow]) -> list[Tokenized]:
-        return [self(row) for row in rows]
 
     def _tokenize(self, example: Example) -> list[TokenRow]:
         content = content_hash(example)
@@ -87,35 +76,3 @@ class RowTokenizer:
 
 def _columns(row: TokenizedRow, prefix: str = "") -> TokenRow:
     return {f"{prefix}{name}": getattr(row, name) for name in ("input_ids", "labels", "truncated")}
-
-
-def tokenize_all(tokenizer: RowTokenizer, rows: Iterable[RawRow], *, num_workers: int) -> Iterator[Tokenized]:
-    """What becomes of each raw row, in their order, which does not depend on the number of workers.
-
-    num_workers  processes; 0 for this one. At most a few chunks are under way, so that memory does not grow with the file
-    """
-    if not num_workers:
-        yield from map(tokenizer, rows)
-        return
-    rows = iter(rows)
-    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (tokenizer,)) as pool:
-        under_way: deque[Future[list[Tokenized]]] = deque()
-        while True:
-            while len(under_way) < 2 * num_workers and (chunk := list(islice(rows, CHUNK_ROWS))):
-                under_way.append(pool.submit(_tokenize_chunk, chunk))
-            if not under_way:
-                return
-            yield from under_way.popleft().result()
-
-
-_worker: RowTokenizer | None = None
-
-
-def _start_worker(tokenizer: RowTokenizer) -> None:
-    global _worker
-    _worker = tokenizer
-
-
-def _tokenize_chunk(rows: list[RawRow]) -> list[Tokenized]:
-    assert _worker is not None
-    return _worker.chunk(rows)
