@@ -30,7 +30,8 @@ from trainer.data.preference import with_mismatched
 from trainer.data.rows import BadRow, Example, content_hash
 from trainer.data.shown import marked
 from trainer.data.table import Report, Table, judge, read_table, write_table
-from trainer.data.tokenizing import RowTokenizer, tokenize_all
+from trainer.data.tokenizer_pool import tokenize_all
+from trainer.data.tokenizing import RowTokenizer
 from trainer.sources.cache import prepare_once
 
 logger = logging.getLogger(__name__)

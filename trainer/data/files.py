@@ -21,7 +21,7 @@ _KEYWORDS = {
 }
 _SPLITS = {word: split for split, words in _KEYWORDS.items() for word in words}
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b")
-_ABOUT_DATA = re.compile(r"(readme|license|dataset_infos?|dataset_dict|state)\b", re.IGNORECASE)
+_ABOUT_DATA = re.compile(r"(readme|license)(\.\w+)?|(dataset_infos?|dataset_dict|state)\.json", re.IGNORECASE)
 """What lies beside data and describes it, by its name."""
 _SHOWN = 8
 
@@ -54,7 +54,7 @@ def layout_suffix(path: Path) -> str:
 
 def _supported(folder: Path) -> list[Path]:
     found = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
-    taken = [path for path in found if layout_suffix(path) in SUFFIXES and not _ABOUT_DATA.match(path.name)]
+    taken = [path for path in found if layout_suffix(path) in SUFFIXES and not _ABOUT_DATA.fullmatch(path.name)]
     holds = names([path.relative_to(folder) for path in found]) or "nothing"
     require(bool(taken), f"{folder} has no files of rows ({', '.join(SUFFIXES)}); it holds {holds}")
     _log_left(folder, [path for path in found if path not in set(taken)], "no files of rows")
@@ -73,7 +73,7 @@ def _of_split(files: list[Path], source: SourceConfig) -> list[Path]:
     taken = [path for path, split in splits.items() if (split or rest) == wanted]
     if not taken:
         there = ", ".join(sorted({split or rest for split in splits.values() if split or rest}))
-        raise UserError(f"data.split={source.split} is not in {folder}; its files are of {there}")
+        raise UserError(f"data.split={source.split} is not in {folder}; its files are of {there}; name one of these")
     logger.info("%s: %d files: %s", folder, len(taken), names([path.relative_to(folder) for path in taken]))
     _log_left(folder, [path for path in files if path not in set(taken)], f"not of split {wanted}")
     return taken
@@ -92,13 +92,13 @@ def split_of(path: Path) -> str | None:
     """The split that a file's name says, or else the nearest folder's.
 
     path     relative to the folder of all files, so that names above it do not count
+    returns  train, validation, test; or another that a shard is named by: `train_sft-00000-of-00001.parquet`
     """
-    if shard := _SHARD.match(path.name):
-        return canonical(shard[1])
-    for part in (path.name.partition(".")[0], *reversed(path.parts[:-1])):
+    for part in reversed(path.parts):
         words = re.split(r"[^a-z]+", part.lower())
         if split := next((_SPLITS[word] for word in words if word in _SPLITS), None):
-            return split
+            shard = _SHARD.match(part)
+            return canonical(shard[1]) if shard else split
     return None
 
 

@@ -4,6 +4,7 @@ Columns of images, sounds and the like are left aside before anything decodes th
 dropped as parquet_rows.py says.
 """
 
+import copy
 import hashlib
 import json
 import logging
@@ -15,7 +16,7 @@ from typing import Any
 import datasets
 import httpx
 from datasets import Dataset, IterableDataset
-from datasets.exceptions import DatasetsError
+from datasets.exceptions import DatasetGenerationError, DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
 from trainer.config.errors import UserError
@@ -24,6 +25,7 @@ from trainer.data.raw_rows import Position, RawRow
 
 _FAULTS = (DatasetsError, HfHubHTTPError, httpx.HTTPError, OSError, ValueError, RuntimeError)
 """What `datasets` raises for what the hub, the network or a user's keys cause."""
+_SHOWN_CHARS = 400
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +55,27 @@ class HubReader:
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def raw(self, start: Position | None = None) -> Iterator[RawRow]:
-        row = start["row"] if start else 0
         with self._explained():
             dataset = _without_media(self._load(), self.name)
-            rows = dataset.skip(row) if row else dataset
-        records = iter(rows)
+        return self._stream(dataset, start) if self.streaming else self._table(dataset, start["row"] if start else 0)
+
+    def _table(self, dataset: Dataset, first: int) -> Iterator[RawRow]:
+        for row, record in enumerate(dataset.skip(first), start=first + 1):
+            yield RawRow(f"{self.name}:{row}", record, {"row": row})
+
+    def _stream(self, dataset: IterableDataset, start: Position | None) -> Iterator[RawRow]:
+        """A position holds the stream's own state, which goes on without reading what lies before it."""
+        row = start["row"] if start else 0
+        if start:
+            dataset.load_state_dict(copy.deepcopy(start["state"]))
+        records = iter(dataset)
         while True:
             with self._explained():
                 record = next(records, None)
             if record is None:
                 return
             row += 1
-            yield RawRow(f"{self.name}:{row}", record, {"row": row})
+            yield RawRow(f"{self.name}:{row}", record, {"row": row, "state": dataset.state_dict()})
 
     def parse(self, row: RawRow) -> dict[str, Any]:
         return without_fill_ins(row.raw)
@@ -79,8 +90,17 @@ class HubReader:
         try:
             yield
         except _FAULTS as error:
-            what = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"data.path={self.path} on the hub: {what.rstrip('.')}; {_next_step(what)}") from error
+            what = _one_line(error)
+            step = _next_step(what.replace(self.path, ""))
+            raise UserError(f"data.path={self.path} on the hub: {what.rstrip('.')}; {step}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    """What an error says, or its cause, where it only says that something failed; without examples in Python."""
+    if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
+        error = error.__cause__
+    said = " ".join(str(error).partition("Example of usage")[0].split())
+    return said[:_SHOWN_CHARS] or type(error).__name__
 
 
 def _next_step(what: str) -> str:
@@ -102,8 +122,8 @@ _STEPS = {
     ("offlinemode", "offline mode", "couldn't reach", "connect"): (
         "check the network, unset HF_HUB_OFFLINE, or download the files and use data=file"
     ),
-    ("split",): "set data.split",
-    ("config name is missing", "builderconfig", "config"): "set data.name to one of them",
+    ("split",): "set data.split to one that is there",
+    ("config name is missing", "builderconfig", "config"): "set data.name to one that is there",
     ("revision",): "set data.revision to a branch, tag or commit that is there",
     ("scripts are no longer supported",): "use a copy of it in Parquet, as a rule data.revision=refs/convert/parquet",
 }
@@ -113,7 +133,10 @@ def _without_media(dataset: Dataset | IterableDataset, name: str) -> Dataset | I
     media = [column for column, feature in (dataset.features or {}).items() if _is_media(feature)]
     if media:
         logger.info("%s: the columns %s hold no text and are left aside", name, ", ".join(media))
-    return dataset.remove_columns(media) if media else dataset
+        if isinstance(dataset, IterableDataset):
+            dataset = dataset.decode(False)
+        dataset = dataset.remove_columns(media)
+    return dataset
 
 
 def _is_media(feature: Any) -> bool:

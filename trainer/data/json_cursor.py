@@ -6,17 +6,16 @@ parsed; so a fault in one value leaves the others be, as long as its brackets cl
 
 import re
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 _PIECE_BYTES = 1 << 18
 _SPACE = re.compile(rb"[ \t\r\n]*+")
-_MARK = re.compile(rb'["{}\[\]]')
 _IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_BETWEEN_BRACKETS = re.compile(rb'(?:[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
 _SCALAR = re.compile(rb"[^ \t\r\n,\]}]*+")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     offset: int = 0
     line: int = 1
     column: int = 0
@@ -72,11 +71,14 @@ class Cursor:
 
     def _take(self, end: int) -> bytes:
         piece = self._buffer[self._at : end]
-        newline = piece.rfind(b"\n")
-        place, self._at = self.place, end
+        self._at = end
         if piece:
-            column = place.column + len(piece) if newline < 0 else len(piece) - newline - 1
-            self.place = Place(place.offset + len(piece), place.line + piece.count(b"\n"), column)
+            offset, line, column = self.place
+            newline = piece.rfind(b"\n")
+            if newline < 0:
+                self.place = Place(offset + len(piece), line, column + len(piece))
+            else:
+                self.place = Place(offset + len(piece), line + piece.count(b"\n"), len(piece) - newline - 1)
         return piece
 
     def _fill(self) -> bool:
@@ -99,12 +101,12 @@ def _end(buffer: bytes, at: int, scan: _Scan) -> int | None:
                 return None
             at, scan.in_string = at + 1, False
         else:
-            mark = _MARK.search(buffer, at)
-            if mark is None:
+            at = _BETWEEN_BRACKETS.match(buffer, at).end() if scan.depth else at
+            if at == len(buffer):
                 return None
-            at = mark.end()
-            scan.in_string = mark[0] == b'"'
-            scan.depth += (mark[0] in b"{[") - (mark[0] in b"}]")
+            mark, at = buffer[at], at + 1
+            scan.in_string = mark == _QUOTE  # of a string that is the value, or one that ends in another buffer
+            scan.depth += (mark in b"{[") - (mark in b"}]")
         if scan.depth <= 0 and not scan.in_string:
             return at
 

@@ -7,7 +7,7 @@ import codecs
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.errors import UserError, require
@@ -74,7 +74,7 @@ class JsonListFile:
             raise UserError(f"{where}: the file ends within this row, or a bracket of it is not closed; mend the file")
         if raw is None:
             raw = huge(where, self.max_row_bytes, "close each quote and bracket")
-        return RawRow(where, raw, {"file": self.number, **asdict(cursor.place)})
+        return RawRow(where, raw, {"file": self.number, **cursor.place._asdict()})
 
     def _fail(self, cursor: Cursor, what: str) -> None:
         place = cursor.place

@@ -6,11 +6,6 @@ also `rejected_input_ids` and `rejected_labels`, for labelled answers `desirable
 them: a conversation whose template rewrites history, a long text.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from itertools import islice
-from multiprocessing import get_context
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,9 +15,6 @@ from trainer.data.chat import Renderer, TokenizedRow
 from trainer.data.readers import RawRow, Reader
 from trainer.data.rows import BadRow, Example, Labelled, Pair, Row, content_hash, fail
 from trainer.data.shapes import Shaper
-
-CHUNK_ROWS = 256
-"""Raw rows that travel to a worker at a time."""
 
 TokenRow = dict[str, Any]
 Tokenized = list[TokenRow] | BadRow
@@ -90,41 +82,6 @@ class RowTokenizer:
         except BadRow as fault:
             return fault
 
-    def chunk(self, rows: Sequence[RawRow]) -> list[Tokenized]:
-        return [self(row) for row in rows]
-
 
 def _columns(row: TokenizedRow, prefix: str = "") -> TokenRow:
     return {f"{prefix}{name}": getattr(row, name) for name in ("input_ids", "labels", "truncated")}
-
-
-def tokenize_all(tokenizer: RowTokenizer, rows: Iterable[RawRow], *, num_workers: int) -> Iterator[Tokenized]:
-    """What becomes of each raw row, in their order, which does not depend on the number of workers.
-
-    num_workers  processes; 0 for this one. At most a few chunks are under way: memory stays flat
-    """
-    if not num_workers:
-        yield from map(tokenizer, rows)
-        return
-    rows = iter(rows)
-    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (tokenizer,)) as pool:
-        under_way: deque[Future[list[Tokenized]]] = deque()
-        while True:
-            while len(under_way) < 2 * num_workers and (chunk := list(islice(rows, CHUNK_ROWS))):
-                under_way.append(pool.submit(_tokenize_chunk, chunk))
-            if not under_way:
-                return
-            yield from under_way.popleft().result()
-
-
-_worker: RowTokenizer | None = None
-
-
-def _start_worker(tokenizer: RowTokenizer) -> None:
-    global _worker
-    _worker = tokenizer
-
-
-def _tokenize_chunk(rows: list[RawRow]) -> list[Tokenized]:
-    assert _worker is not None
-    return _worker.chunk(rows)
