@@ -6,7 +6,6 @@
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from trainer.data.order import RunOrder
 from trainer.data.rows import BadRow
 from trainer.data.stdin import spool_stdin
 from trainer.data.steps import Steps, TableSteps
+from trainer.data.stream import StreamSteps
 from trainer.data.streaming import load_stream
 from trainer.sources.cache import cache_dir
 
@@ -43,8 +43,8 @@ class PreparedData:
     """Of what is trained on and held out."""
     sizes: list[int]
     """Rows of each source, in order."""
-    stream: Callable[[Accelerator], Steps] | None = None
-    """Makes the steps of streamed rows."""
+    stream: StreamSteps | None = None
+    """The steps of streamed rows."""
 
 
 def open_data(config: Config, accelerator: Accelerator) -> OpenedSources:
@@ -95,7 +95,7 @@ def list_bad_rows(bad: list[BadRow], run_dir: Path) -> None:
 def training_steps(data: PreparedData, config: Config, accelerator: Accelerator) -> Steps:
     """What each step trains on."""
     if data.stream is not None:
-        return data.stream(accelerator)
+        return data.stream
     train, settings = config.train, config.data
     ranks = accelerator.num_processes
     order = RunOrder(
@@ -119,4 +119,4 @@ def training_steps(data: PreparedData, config: Config, accelerator: Accelerator)
             "data     packed: %d rows in %d of %d tokens, %.1f %% full",
             *(len(data.rows), units, order.capacity, 100 * order.efficiency()),
         )
-    return TableSteps(data.rows, plan, accelerator.process_index)
+    return TableSteps(data.rows, plan, rank=accelerator.process_index)

@@ -107,8 +107,8 @@ def load_data(
     seen = np.concatenate([column(rows, "content") for rows in others])
     kept, copies = _without_copies(tables, kept, seen, names)
     parts = [_selected(table.rows, indices) for table, indices in zip(tables, kept, strict=False)]
-    held_out = _trained_on(concatenate_datasets(others))
-    train = _trained_on(concatenate_datasets(parts))
+    held_out = trained_on(concatenate_datasets(others))
+    train = trained_on(concatenate_datasets(parts))
     sha256 = _sha256(tables, kept, held_out)
     if method is Method.kto:
         limit = config.max_seq_len
@@ -128,7 +128,8 @@ def load_data(
     )
 
 
-def _trained_on(rows: Dataset) -> Dataset:
+def trained_on(rows: Dataset) -> Dataset:
+    """The columns that training reads."""
     return rows.select_columns([name for name in _TRAINED_ON if name in rows.column_names])
 
 
