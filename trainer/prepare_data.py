@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import STDIN
 from trainer.config.errors import require
 from trainer.config.schema import Config
-from trainer.data.dataset import load_data, row_lengths
+from trainer.data.dataset import load_data, row_lengths, trained_on
 from trainer.data.loader import BatchPlan
 from trainer.data.opening import OpenedSources, open_sources
 from trainer.data.order import RunOrder
@@ -24,7 +24,8 @@ from trainer.data.rows import BadRow
 from trainer.data.stdin import spool_stdin
 from trainer.data.steps import Steps, TableSteps
 from trainer.data.stream import StreamSteps
-from trainer.data.streaming import load_stream
+from trainer.data.streaming import SAMPLE_ROWS, load_stream
+from trainer.data.table import as_dataset
 from trainer.sources.cache import cache_dir
 
 log = logging.getLogger(__name__)
@@ -74,11 +75,10 @@ def prepare_data(
     """
     method = config.preference.method
     if config.data.streaming:
-        stream = load_stream(opened, config.data, method, tokenizer, config.seed)
-        rows = Dataset.from_list(stream.sample)
-        return PreparedData(
-            rows, stream.held_out, stream.sha256, [len(rows)], lambda _: stream.steps(config, accelerator)
-        )
+        stream = load_stream(config.data, method, tokenizer, config.seed, opened=opened)
+        steps = stream.steps(config.train, rank=accelerator.process_index, world_size=accelerator.num_processes)
+        rows = trained_on(as_dataset(steps.sample(SAMPLE_ROWS)))
+        return PreparedData(rows, stream.held_out, stream.sha256, [len(rows)], steps)
     data = load_data(config.data, method, tokenizer, config.seed, opened=opened)
     if accelerator.is_main_process and data.bad:
         list_bad_rows(data.bad, run_dir)
