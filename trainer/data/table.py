@@ -39,7 +39,7 @@ _WRITE_ROWS = 1024
 _TOKENS = List(Value("int32"))
 _COLUMNS = {
     **dict.fromkeys(("input_ids", "labels", "rejected_input_ids", "rejected_labels"), _TOKENS),
-    **{"desirable": Value("bool"), "origin": Value("string"), "content": Value("uint64"), "row": Value("int64")},
+    **{"desirable": Value("bool"), "origin": Value("string"), "content": Value("int64"), "row": Value("int64")},
 }
 
 
@@ -97,7 +97,7 @@ class _Writing:
 
     def __init__(self, folder: Path, report: Report, config: DataConfig) -> None:
         self._folder, self._report, self._config = folder, report, config
-        self._digest, self._contents = hashlib.sha256(), array("Q")
+        self._digest, self._contents = hashlib.sha256(), array("q")
         self._bad = Counter[str]()
         self._bad_file = (folder / "bad.jsonl").open("w", encoding="utf-8")
         self._writer: ArrowWriter | None = None

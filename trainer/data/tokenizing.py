@@ -1,7 +1,7 @@
 """Raw rows of one source to rows of tokens: parse, shape, render. What a worker process runs.
 
 Between readers.py and table.py or stream.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int),
-`origin` (str), `content` (64 bits, equal where two source rows say the same), `truncated` (tokens cut off), for pairs
+`origin` (str), `content` (63 bits, equal where two source rows say the same), `truncated` (tokens cut off), for pairs
 also `rejected_input_ids` and `rejected_labels`, for labelled answers `desirable`. A source row may become several of
 them: a conversation whose template rewrites history, a long text.
 """
