@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's marks for a calculator
 
 @dataclass(frozen=True)
 class Problems:
-    """Questions, their right numbers as text, and what is asked as token ids."""
+    """Questions, their right numbers, and what is asked as token ids."""
 
     questions: list[str]
-    gold: list[str]
+    gold: list[Fraction]
     rows: list[list[int]]
     shots: int
 
@@ -37,7 +38,7 @@ class Problems:
         found = [_problem(record, where) for where, record in read_jsonl(Path(config.gsm8k), limit=config.gsm8k_rows)]
         before = _examples(config, {question for question, _ in found})
         rows = [chat_ids(tokenizer, [*before, _asked(question)]) for question, _ in found]
-        gold = [as_text(answer_number(answer)) for _, answer in found]
+        gold = [answer_number(answer) for _, answer in found]
         return cls([question for question, _ in found], gold, rows, config.shots)
 
     def judge(self, answers: Sequence[str]) -> list[dict[str, Any]]:
@@ -46,8 +47,8 @@ class Problems:
         for question, gold, answer in zip(self.questions, self.gold, answers, strict=True):
             number = answer_number(answer)
             found = None if number is None else as_text(number)
-            right = number is not None and number == answer_number(gold)
-            lines.append({"question": question, "gold": gold, "answer": answer, "number": found, "right": right})
+            line = {"question": question, "gold": as_text(gold), "answer": answer, "number": found}
+            lines.append({**line, "right": number == gold})
         return lines
 
 

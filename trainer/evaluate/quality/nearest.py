@@ -1,17 +1,20 @@
 """The original rounded to nearest on the grid of a candidate: what a candidate is better than, if its method does much.
 
-Each layer that holds codes there holds the nearest ones of the original's weight here, with the same groups, zero points
-and type of scales; inputs are rounded as there. A static scale of inputs is no rounding to nearest but a measurement, and
-codes that a file gave as plain values have no grid: there is none of these.
+Each layer that holds codes there holds the nearest ones of the original's weight here, with the same groups, zero
+points and type of scales; inputs are rounded as there. A static scale of inputs is no rounding to nearest but a
+measurement, and codes that a file gave as plain values have no grid: there is none of these.
 """
+
+from collections import Counter
 
 import torch
 from torch import nn
 
 from trainer.architecture import base_model
-from trainer.qat.packed_linear import pack_layer
+from trainer.qat.packed_linear import PackedEmbedding, pack_layer
 from trainer.qat.packed_model import packed_layers, scheme_of_layer
 from trainer.qat.scheme import Scheme
+from trainer.quantizer import WHOLE_ROW, Quantizer
 
 _WRAPPED = ".base_layer"  # PEFT's name of a layer under an adapter
 
@@ -25,8 +28,8 @@ def grid_of(model: nn.Module) -> dict[str, Scheme] | str:
     for name, scheme in schemes.items():
         if scheme.activations is not None and scheme.activations.static:
             return "its inputs have static scales, which are measured and not rounded to nearest"
-        if not isinstance(layers[name], nn.Module) or len(layers[name].quantized.shape) != 2:
-            return f"{name} is no linear layer"
+        if isinstance(layers[name], PackedEmbedding):
+            return f"{name} is an embedding of codes"
     return schemes
 
 
@@ -50,6 +53,20 @@ def round_to_nearest(model: nn.Module, schemes: dict[str, Scheme]) -> None:
 
 
 def describe_grid(schemes: dict[str, Scheme]) -> str:
-    """`210 layers int4, groups of 32`: the rounding, in words."""
-    kinds = sorted({scheme.function for scheme in schemes.values()})
-    return f"{len(schemes)} layers rounded to nearest: {'; '.join(kinds)}"
+    """`rounded to nearest: 210 layers int4, groups of 32`"""
+    kinds = Counter(_words(scheme) for scheme in schemes.values())
+    return "rounded to nearest: " + "; ".join(f"{count} layers {words}" for words, count in sorted(kinds.items()))
+
+
+def _words(scheme: Scheme) -> str:
+    weight, inputs = scheme.weight, "" if scheme.activations is None else ", inputs with a scale a token"
+    if not isinstance(weight, Quantizer):
+        return f"{scheme.weight_name}{inputs}"
+    parts = [scheme.weight_name]
+    if weight.block_size is not None:
+        parts.append(f"blocks of {weight.block_size}{', double quantization' if weight.double_quant else ''}")
+    if weight.group_size is not None:
+        parts.append("whole rows" if weight.group_size == WHOLE_ROW else f"groups of {weight.group_size}")
+    if weight.symmetric is False:
+        parts.append("zero points")
+    return ", ".join(parts) + inputs
