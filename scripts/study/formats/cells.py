@@ -19,12 +19,12 @@ class Sizes:
     """How much is measured."""
 
     model: str = "smollm2_135m"
-    rows: int = 32
+    rows: int = 24
     """Rows of calibration."""
     row_len: int = 512
-    windows: int = 12
+    windows: int = 8
     window_len: int = 512
-    prompts: int = 24
+    prompts: int = 16
     """Questions of pydocs that are answered greedily."""
     answer_len: int = 32
     rate: float = 0.5

@@ -29,6 +29,8 @@ from trainer.settings import read_settings
 KV_BYTES = 1 << 28
 """Of the served model's KV cache."""
 START_S = 600
+FLOORS = ("16bit@server", "gguf_q4_0@llama_cpp")
+"""Cells that measure the original against itself, by our server and by llama.cpp: the same for all formats."""
 _SCRIPTS = Path(__file__).resolve().parent.parent.parent
 
 
@@ -73,7 +75,8 @@ def _quality(cell: Cell, data: Path, made: str) -> dict[str, Any]:
     settings = [
         *(f"run={made}", f"against={sizes['model']}", f"path={path}", f"dtype={_dtype(cell)}"),
         *(f"text={data / TEST_FILE}", f"windows={sizes['windows']}", f"window={sizes['window_len']}"),
-        *(f"num_prompts={sizes['prompts']}", f"max_new_tokens={sizes['answer_len']}"),
+        *(f"num_prompts={sizes['prompts']}", f"max_new_tokens={sizes['answer_len']}", "recovered=false"),
+        f"floors={str(cell.name in FLOORS).lower()}",
     ]
     report = compact(evaluate(read_settings(EvaluationConfig, settings), say=print))
     report["settings"].pop("run")

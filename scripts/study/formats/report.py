@@ -5,6 +5,7 @@ from typing import Any
 
 from study.document import gaps, origin, paragraph, table, write_document
 from study.formats.cells import Sizes, formats, study_cells
+from study.formats.measure import FLOORS
 from study.records import Records
 
 from trainer.evaluate.quality.figures import bounds
@@ -66,7 +67,8 @@ def _quality(found: dict[str, dict[str, Any]], sizes: Sizes) -> list[str]:
         for path, program in PROGRAMS.items():
             record = found.get(f"{name}@{path}")
             if record is not None:
-                rows.append([LABELS[name], program, *_quality_row(record)])
+                floors = next((found[cell]["floors"] for cell in FLOORS if cell in found and cell.endswith(path)), [])
+                rows.append([LABELS[name], program, *_quality_row(record, floors)])
     if not rows:
         return []
     header = ["format", "computed by", "MB on disk", "perplexity", "times the original's", "KL", "KL, 99 %", "KL floor"]
@@ -74,7 +76,7 @@ def _quality(found: dict[str, dict[str, Any]], sizes: Sizes) -> list[str]:
     return ["## Quality", f"`{COMMAND}`", table(header, rows)]
 
 
-def _quality_row(record: dict[str, Any]) -> list[str]:
+def _quality_row(record: dict[str, Any], floors: list[dict[str, Any]]) -> list[str]:
     seconds = record["quantize_s"]
     return [
         "-" if record["bytes_on_disk"] is None else f"{record['bytes_on_disk'] / 1e6:.1f}",
@@ -82,7 +84,7 @@ def _quality_row(record: dict[str, Any]) -> list[str]:
         bounds(record["perplexity_ratio"], ".3f"),
         bounds(record["kl"], ".4f"),
         bounds(record["kl_99"], ".2f"),
-        _floor(record["floors"]),
+        _floor(floors),
         bounds(record["same_token"], ".1f", scale=100),
         bounds(record["prompts"]["exact"], ".0f", scale=100),
         "" if seconds is None else f"{seconds / 60:.1f}",

@@ -45,13 +45,14 @@ def numbers_in(text: str) -> list[Fraction]:
 
 
 def _negative(text: str, match: re.Match[str]) -> bool:
-    """A minus is a sign where no number stands before it: `5-3` and `5 - 3` subtract."""
+    """A minus is a sign where no number stands before it: `5-3` and `5 - 3` subtract, `x-3` is a name."""
     if match["sign2"]:
         return True
     if match["sign"] in ("", "+"):
         return False
-    before = text[: match.start()].rstrip()
-    return not (before and (before[-1].isalnum() or before[-1] in ")%"))
+    before = text[: match.start()]
+    adjacent, last = before[-1:], before.rstrip()[-1:]
+    return not (adjacent.isalnum() or last.isdigit() or (last != "" and last in ")%"))
 
 
 def wrong_numbers(right: Fraction, draw: random.Random, *, count: int = 3) -> list[Fraction]:
