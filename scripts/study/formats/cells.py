@@ -13,6 +13,9 @@ CALIBRATION_FILE, TEST_FILE = "wikitext2_valid.txt", "wikitext2_test.txt"
 QAT_RUN = "LOWBIT_STUDY_QAT_RUN"
 """The environment variable with a finished run of quantization-aware training on the same model."""
 
+FLOORS = ("16bit@server", "gguf_q4_0@llama_cpp")
+"""Cells that measure the original against itself, by our server and by llama.cpp: the same for all formats."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -68,6 +71,7 @@ _LOAD = ("model", "rows", "row_len", "rate", "requests", "input_len", "output_le
 def formats(sizes: Sizes) -> dict[str, tuple[str, ...]]:
     """Name -> settings of quantize.py; empty for the model as it is, and for a run that was trained before."""
     int4 = ("codebook=int4", f"group_size={sizes.group_size}")
+    int8 = ("scale_dtype=bfloat16", "formats=[compressed_tensors]")  # scales are stored as the rest is
     layouts = {name: f"formats=[{name if sizes.foreign else 'quantized'}]" for name in ("bnb", "awq", "gptq")}
     nf4 = ("codebook=nf4", f"block_size={sizes.block_size}", layouts["bnb"])
     return {
@@ -77,8 +81,8 @@ def formats(sizes: Sizes) -> dict[str, tuple[str, ...]]:
         "gguf_q4_k_m": ("method=gguf", "gguf_type=Q4_K_M", "imatrix=false"),
         "awq_int4": ("method=awq", *int4, "symmetric=false", layouts["awq"]),
         "gptq_int4": ("method=gptq", *int4, "symmetric=true", layouts["gptq"]),
-        "int8_dynamic": ("method=int8_dynamic", "formats=[compressed_tensors]"),
-        "int8_static": ("method=smoothquant", "formats=[compressed_tensors]"),
+        "int8_dynamic": ("method=int8_dynamic", *int8),
+        "int8_static": ("method=smoothquant", *int8),
         "nf4_gptq": ("method=gptq", *nf4),
         "qat": (),
     }

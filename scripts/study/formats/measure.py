@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from study.cell import Cell
-from study.formats.cells import CALIBRATION_FILE, QAT_RUN, TEST_FILE
+from study.formats.cells import CALIBRATION_FILE, FLOORS, QAT_RUN, TEST_FILE
 
 from trainer.config.evaluation import EvaluationConfig
 from trainer.config.ptq import REPORT, PtqConfig
@@ -29,8 +29,6 @@ from trainer.settings import read_settings
 KV_BYTES = 1 << 28
 """Of the served model's KV cache."""
 START_S = 600
-FLOORS = ("16bit@server", "gguf_q4_0@llama_cpp")
-"""Cells that measure the original against itself, by our server and by llama.cpp: the same for all formats."""
 _SCRIPTS = Path(__file__).resolve().parent.parent.parent
 
 

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from study.document import gaps, origin, paragraph, table, write_document
-from study.formats.cells import Sizes, formats, study_cells
-from study.formats.measure import FLOORS
+from study.formats.cells import FLOORS, Sizes, formats, study_cells
 from study.records import Records
 
 from trainer.evaluate.quality.figures import bounds

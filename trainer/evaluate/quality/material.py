@@ -41,7 +41,7 @@ class Windows:
             count >= 1, f"{name} has {len(ids)} tokens, a window has {config.window}; lower window, or give more text"
         )
         pieces = [ids[start : start + config.window] for start in range(0, count * config.window, config.window)]
-        scored = [tokenizer.decode(piece if bos else piece[1:]) for piece in pieces]
+        scored = [tokenizer.decode(piece if bos is not None else piece[1:]) for piece in pieces]
         protocol = {
             "text": name,
             "windows": count,
@@ -49,7 +49,7 @@ class Windows:
             "bos": bos is not None,
             "scored_tokens": count * (config.window - (bos is None)),
             "rule": "pieces from the start of the text, one after the other, each read without what stands before it; "
-            + ("every token of a piece is scored" if bos else "a piece's first token is not scored"),
+            + ("every token of a piece is scored" if bos is not None else "a piece's first token is not scored"),
         }
         rows = [([] if bos is None else [bos]) + piece for piece in pieces]
         return cls(rows, sum(len(s.split()) for s in scored), sum(len(s.encode()) for s in scored), protocol)
