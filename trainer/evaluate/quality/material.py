@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,15 @@ def _text(config: EvaluationConfig) -> tuple[str, str]:
     """Its name, and itself."""
     if config.text is not None:
         return Path(config.text).name, Path(config.text).read_text(encoding="utf-8")
+    return "pydocs: held-out docstrings", "\n\n".join(answer for _, answer in _pydocs())
+
+
+@cache
+def _pydocs() -> list[tuple[str, str]]:
+    """(question, docstring) of all held-out ones, in the order of pydocs; reading them takes a second or two."""
     from trainer.data.pydocs import load_questions
 
-    held_out = load_questions(eval_rows=PYDOCS_ROWS)[1]
-    return "pydocs: held-out docstrings", "\n\n".join(question.answer for question in held_out)
+    return [(question.prompt, question.answer) for question in load_questions(eval_rows=PYDOCS_ROWS)[1]]
 
 
 def _bos(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -94,10 +100,7 @@ class Prompts:
             lines = read_jsonl(Path(config.prompts), limit=config.num_prompts)
             found = [_messages(record, where) for where, record in lines]
         elif config.num_prompts:
-            from trainer.data.pydocs import load_questions
-
-            questions = load_questions(eval_rows=config.num_prompts)[1]
-            found = [[{"role": "user", "content": question.prompt}] for question in questions]
+            found = [[{"role": "user", "content": prompt}] for prompt, _ in _pydocs()[: config.num_prompts]]
         rows = [chat_ids(tokenizer, messages) for messages in found]
         return cls(source, [messages[-1]["content"] for messages in found], rows)
 
