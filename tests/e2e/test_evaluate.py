@@ -68,7 +68,7 @@ def test_the_command_from_files_to_files(material, rounded, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run=tiny", "agianst=tiny"], "agianst is not a key; did you mean against?"),
+        (["run=tiny", "agianst=tiny"], "agianst is not a key; did you mean against"),
         (["run=nowhere", "against=tiny"], "model=nowhere is no folder"),
         (["against=tiny"], "run is not set"),
     ],

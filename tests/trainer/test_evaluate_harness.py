@@ -89,14 +89,12 @@ def test_rolling_and_generation_through_the_harness():
     from trainer.evaluate.quality.harness import model_of
 
     with open_program(Subject.of("tiny", "server", dtype="float32"), longest=63) as program:
-        model, text = (
-            model_of(program.llm),
-            "more text than the sixty-four tokens that this engine takes at a time, or so",
-        )
+        model, text = model_of(program.llm), "more text than the sixty-four tokens that this engine takes at a time"
         rolling = model.loglikelihood_rolling([SimpleNamespace(args=(text,))])[0]
         ids = program.tokenizer(text)["input_ids"]
         first, second = ids[:63], ids[63:]
-        wanted = program.llm.loglikelihood([[model.prefix_token_id], [ids[62]]], [first, second])
+        # 64 tokens at a time: each token is scored once, behind as many as there is room for
+        wanted = program.llm.loglikelihood([[model.prefix_token_id], ids[len(ids) - 64 : 63]], [first, second])
         assert rolling == pytest.approx(wanted[0][0] + wanted[1][0], rel=1e-4)
         asked = {"until": ["\n"], "max_gen_toks": 5, "do_sample": False}
         answer = model.generate_until([SimpleNamespace(args=("Question:", asked))])[0]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.config.errors import require
+from trainer.config.model import named_model
 
 PATHS = ("server", "module", "transformers", "llama_cpp")
 DTYPES = ("auto", "bfloat16", "float32")
@@ -85,6 +86,9 @@ class EvaluationConfig:
             require(path in (*PATHS, None), f"{key}={path}; use one of {', '.join(PATHS)}")
         for _, path in self.candidates:
             require(path in PATHS, f"run has @{path}; use @ and one of {', '.join(PATHS)}")
+        for name in (*(name for name, _ in self.candidates), *filter(None, [self.against])):
+            if not Path(name).expanduser().is_dir():
+                named_model(name)  # a word that is no model is answered before anything is opened
         require(self.dtype in DTYPES, f"dtype={self.dtype}; use one of {', '.join(DTYPES)}")
         self._check_numbers()
         for key in ("text", "prompts", "choices", "gsm8k", "shots_from"):

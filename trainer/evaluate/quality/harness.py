@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import UserError, require
 from trainer.config.evaluation import EvaluationConfig
-from trainer.evaluate.quality.bootstrap import Resampler, mean
+from trainer.evaluate.quality.bootstrap import Interval, Resampler, mean
 from trainer.evaluate.quality.server_program import ServerProgram
 from trainer.serve.llm import LLM
 from trainer.serve.sampling_params import SamplingParams
@@ -104,14 +104,20 @@ def compare_tasks(
                 more = [a - b for a, b in zip(own["items"], theirs["items"], strict=True)]
                 figures |= {
                     "questions": len(more),
-                    "interval": resampler.interval(mean(own["items"])).to_dict(),
-                    "interval_original": resampler.interval(mean(theirs["items"])).to_dict(),
+                    "interval": _interval(own["items"], resampler).to_dict(),
+                    "interval_original": _interval(theirs["items"], resampler).to_dict(),
                     "difference": resampler.interval(mean(more)).to_dict(),
                     "right_to_wrong": sum(item < 0 for item in more),
                     "wrong_to_right": sum(item > 0 for item in more),
                 }
             compared.setdefault(task, {})[name] = figures
     return compared
+
+
+def _interval(items: Sequence[float], resampler: Resampler) -> Interval:
+    if set(items) <= {0.0, 1.0}:
+        return resampler.share([bool(item) for item in items])
+    return resampler.interval(mean(items))
 
 
 def model_of(llm: LLM) -> "TemplateLM":
