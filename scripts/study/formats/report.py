@@ -71,12 +71,11 @@ def _quality(found: dict[str, dict[str, Any]], sizes: Sizes) -> list[str]:
     if not rows:
         return []
     header = ["format", "computed by", "MB on disk", "perplexity", "times the original's", "KL", "KL, 99 %", "KL floor"]
-    header += ["same token %", "exact answers %", "minutes to make"]
+    header += ["same token %", "exact answers %"]
     return ["## Quality", f"`{COMMAND}`", table(header, rows)]
 
 
 def _quality_row(record: dict[str, Any], floors: list[dict[str, Any]]) -> list[str]:
-    seconds = record["quantize_s"]
     return [
         "-" if record["bytes_on_disk"] is None else f"{record['bytes_on_disk'] / 1e6:.1f}",
         bounds(record["perplexity"], ".2f"),
@@ -86,7 +85,6 @@ def _quality_row(record: dict[str, Any], floors: list[dict[str, Any]]) -> list[s
         _floor(floors),
         bounds(record["same_token"], ".1f", scale=100),
         bounds(record["prompts"]["exact"], ".0f", scale=100),
-        "" if seconds is None else f"{seconds / 60:.1f}",
     ]
 
 
