@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from trainer.config.data import ColumnsConfig
+from trainer.config.data import ColumnsConfig, OnLongRow, RewrittenHistory
 from trainer.config.errors import UserError
 from trainer.data.chat import tokenize, tokenize_rows
 from trainer.data.formats import Row, read_jsonl
@@ -49,6 +49,9 @@ NO_END = "{% for message in messages %}\n### {{ message['role'] }}: {{ message['
 FOR_GOOD = "{% for message in messages %}{{ message['role'] }}<|im_end|>{% endfor %}"
 
 
+CUT = {"on_long_row": OnLongRow.truncate}
+
+
 def toy(template: str | None, *, adds_bos: bool = False, **special: str) -> PreTrainedTokenizerFast:
     """One token a byte, but "\\n\\n" and "model\\n", which merge as they do in real vocabularies."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -76,7 +79,7 @@ def chat(*contents: str, system: str | None = None) -> Row:
 
 def learned(row: Row, tokenizer: PreTrainedTokenizerFast, max_seq_len: int = 4096) -> list[str]:
     """The stretches of targets, as text."""
-    done = tokenize(row, tokenizer, max_seq_len=max_seq_len)
+    done = tokenize(row, tokenizer, max_seq_len=max_seq_len, **CUT)
     assert len(done.input_ids) == len(done.labels) <= max_seq_len
     assert all(label in (-100, token_id) for token_id, label in zip(done.input_ids, done.labels, strict=True))
     stretches: list[list[int]] = [[]]
@@ -158,7 +161,7 @@ def test_template_that_rewrites_history_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"train\.jsonl:12: the chat template rewrites history: turn 1 .* one assistant turn"
     ):
-        tokenize(chat("a?", "b", "c?", "d"), toy(THINKING), max_seq_len=99)
+        tokenize(chat("a?", "b", "c?", "d"), toy(THINKING), max_seq_len=99, rewritten_history=RewrittenHistory.error)
 
 
 def test_template_with_another_generation_prompt_is_refused() -> None:
@@ -230,7 +233,7 @@ def test_cut_at_the_end() -> None:
     row, tokenizer = chat("a?", "0123456789"), toy(CHATML)
     whole = tokenize(row, tokenizer, max_seq_len=99)
     first = next(index for index, label in enumerate(whole.labels) if label != -100)
-    done = tokenize(row, tokenizer, max_seq_len=first + 3)
+    done = tokenize(row, tokenizer, max_seq_len=first + 3, **CUT)
     assert done.input_ids == whole.input_ids[: first + 3] and done.labels == whole.labels[: first + 3]
     assert done.truncated == len(whole.input_ids) - first - 3 and whole.truncated == 0
     assert learned(row, tokenizer, first + 1) == ["0"]
@@ -239,9 +242,9 @@ def test_cut_at_the_end() -> None:
     )
     message = rf"train\.jsonl:12: no target token is left: the row {lengths} .* to at least {first + 1},"
     with pytest.raises(UserError, match=message):
-        tokenize(row, tokenizer, max_seq_len=10)
+        tokenize(row, tokenizer, max_seq_len=10, **CUT)
     with pytest.raises(UserError, match=f"max_seq_len={first} "):
-        tokenize(row, tokenizer, max_seq_len=first)
+        tokenize(row, tokenizer, max_seq_len=first, **CUT)
 
 
 def test_long_conversation_keeps_the_turns_that_fit() -> None:
@@ -250,9 +253,9 @@ def test_long_conversation_keeps_the_turns_that_fit() -> None:
 
 
 def test_text_of_one_token_has_no_target() -> None:
-    # Position 0 is all that is left, and nothing predicts it.
-    with pytest.raises(UserError, match="no target token is left"):
-        tokenize(Row(None, "x", "train.jsonl:12"), toy(None), max_seq_len=1)
+    # EOS at position 0 is all there is, and nothing predicts it.
+    with pytest.raises(UserError, match="no target token is left: the row has 1 tokens"):
+        tokenize(Row(None, "", "train.jsonl:12"), toy(None), max_seq_len=8)
 
 
 def test_table_and_its_log_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -268,7 +271,7 @@ def test_table_and_its_log_line(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["2 rows: 39 tokens, 16 of them targets; 0 rows cut to data.max_seq_len=50"]
     caplog.clear()
     with caplog.at_level(logging.INFO, "trainer"):
-        tokenize_rows(rows, tokenizer, 30)
+        tokenize_rows(rows, tokenizer, 30, **CUT)
     # Three tokens are gone: the newline, which is no target, the end of turn and the tenth digit.
     assert caplog.messages == ["2 rows: 36 tokens, 14 of them targets; 1 rows cut to data.max_seq_len=30"]
 
@@ -276,7 +279,7 @@ def test_table_and_its_log_line(caplog: pytest.LogCaptureFixture) -> None:
 def test_faults_are_counted() -> None:
     rows = [chat("a?", "b"), chat("long " * 20, "b"), chat("long " * 20, "b"), chat("long " * 20, "b")]
     with pytest.raises(UserError, match=r"no target token is left.*\(2 more of 4 rows are refused too\)"):
-        tokenize_rows(rows, toy(CHATML), 64)
+        tokenize_rows(rows, toy(CHATML), 64, **CUT)
 
 
 def test_changed_template_is_seen_at_once() -> None:
