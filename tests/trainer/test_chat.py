@@ -9,10 +9,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from trainer.config.data import ColumnsConfig, OnLongRow, RewrittenHistory
+from trainer.config.data import ColumnsConfig, DataConfig, OnLongRow, RewrittenHistory
 from trainer.config.errors import UserError
-from trainer.data.chat import tokenize, tokenize_rows
+from trainer.data.chat import Renderer, tokenize, tokenize_rows
 from trainer.data.formats import Row, read_jsonl
+from trainer.data.long_rows import TokenizedRow
+from trainer.serve.http.chat import render_chat
+from trainer.serve.http.protocol import ChatFields
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -80,7 +83,12 @@ def chat(*contents: str, system: str | None = None) -> Row:
 def learned(row: Row, tokenizer: PreTrainedTokenizerFast, max_seq_len: int = 4096) -> list[str]:
     """The stretches of targets, as text."""
     done = tokenize(row, tokenizer, max_seq_len=max_seq_len, **CUT)
-    assert len(done.input_ids) == len(done.labels) <= max_seq_len
+    assert len(done.input_ids) <= max_seq_len
+    return targets(done, tokenizer)
+
+
+def targets(done: TokenizedRow, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    assert len(done.input_ids) == len(done.labels)
     assert all(label in (-100, token_id) for token_id, label in zip(done.input_ids, done.labels, strict=True))
     stretches: list[list[int]] = [[]]
     for label in done.labels:
@@ -89,6 +97,11 @@ def learned(row: Row, tokenizer: PreTrainedTokenizerFast, max_seq_len: int = 409
         elif stretches[-1]:
             stretches.append([])
     return [tokenizer.decode(ids) for ids in stretches if ids]
+
+
+def served(messages: list[dict], tokenizer: PreTrainedTokenizerFast, tools: list[dict] | None = None) -> list[int]:
+    """The prompt that the server makes."""
+    return render_chat(tokenizer, ChatFields(messages=messages, tools=tools))
 
 
 @pytest.mark.parametrize(
@@ -146,11 +159,21 @@ def test_header_that_merges_with_its_newline() -> None:
 
 
 def test_answer_that_merges_with_the_header() -> None:
-    # "assistant\n" + "\nYes" holds one token "\n\n": half template, never generated behind the prompt, not learned.
+    # "assistant\n" + "\nYes" holds one token "\n\n", which is half template and never generated behind the prompt. So
+    # the turn gets a row of its own, with the prompt's tokens as served; for the turn after it, it is history.
     tokenizer = toy(CHATML)
-    done = tokenize(chat("a?", "\nYes"), tokenizer, max_seq_len=99)
-    assert "ĊĊ" in tokenizer.convert_ids_to_tokens(done.input_ids)
-    assert learned(chat("a?", "\nYes", "b?", "No"), tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
+    assert learned(chat("a?", "\nYes"), tokenizer) == ["\nYes<|im_end|>"]
+    rows = Renderer(tokenizer, DataConfig(max_seq_len=99)).tokenize(chat("a?", "\nYes", "b?", "No"))
+    assert [row.origin for row in rows] == ["train.jsonl:12", "train.jsonl:12 turn 1"]
+    assert [targets(row, tokenizer) for row in rows] == [["No<|im_end|>"], ["\nYes<|im_end|>"]]
+    assert ["ĊĊ" in tokenizer.convert_ids_to_tokens(row.input_ids) for row in rows] == [True, False]
+    for row, num_turns in zip(rows, (3, 1), strict=True):
+        prompt = served(chat("a?", "\nYes", "b?", "No").messages[:num_turns], tokenizer)
+        assert row.input_ids[: len(prompt)] == prompt and set(row.labels[: len(prompt)]) == {-100}
+    (row,) = Renderer(tokenizer, DataConfig(max_seq_len=99, rewritten_history=RewrittenHistory.error)).tokenize(
+        chat("a?", "\nYes", "b?", "No")
+    )
+    assert targets(row, tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
 
 
 def test_empty_thought_is_learned_in_the_last_turn() -> None:

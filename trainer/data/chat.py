@@ -14,22 +14,24 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from trainer.chat_messages import REASONING
 from trainer.config.data import DataConfig, RewrittenHistory, TrainOn
 from trainer.config.errors import UserError
-from trainer.data.encoding import Encoded, Encoder, shared_len, shared_tail
+from trainer.data.encoding import Encoded, Encoder
 from trainer.data.generation_tags import check_tags
 from trainer.data.left_out import check_shown
 from trainer.data.loader import IGNORED
 from trainer.data.long_rows import TokenizedRow, fit
-from trainer.data.rows import BadRow, Row, fail
+from trainer.data.plain_rows import text_row, token_row
+from trainer.data.rows import Row, fail
+from trainer.data.targets import Labelled, LearnedText, is_trained, learn_all, learn_turns, parted
 from trainer.data.template import Template
-from trainer.data.turns import Conversation, Endings, Turn
+from trainer.data.turns import Conversation, Endings
 
 logger = logging.getLogger(__name__)
 
@@ -83,15 +85,6 @@ def tokenize_rows(
     return Dataset.from_dict(columns, features=_FEATURES)
 
 
-@dataclass(frozen=True)
-class _Rendered:
-    """One row to come: its text, and the turns that are learned in it."""
-
-    text: str
-    turns: list[Turn]
-    origin: str
-
-
 class Renderer:
     """One tokenizer and its chat template, under one set of `data.*`. It may be pickled.
 
@@ -124,22 +117,22 @@ class Renderer:
                  refuses, leaves out or rewrites what the row says
         """
         if row.messages is not None:
-            rows = [self._labelled(row, rendered) for rendered in self._rendered(row)]
+            rows = [labelled for text in self._texts(row) for labelled in self._labelled(row, text)]
         else:
-            rows = [(*(self._text(row) if row.tokens is None else self._tokens(row)), row.origin)]
+            rows = [text_row(row, self.tokenizer) if row.tokens is None else token_row(row, self.tokenizer)]
         return fit(row, rows, self.config)
 
     # ---- conversations
 
-    def _rendered(self, row: Row) -> list[_Rendered]:
-        """The texts that a conversation becomes."""
-        conversation, indices = self._conversation(row), self._learned(row)
+    def _texts(self, row: Row) -> list[LearnedText]:
+        """What the template writes for a conversation, once or for each learned turn."""
+        conversation, indices = Conversation(self._template, self._endings, row), self._learned(row)
         whole = conversation.whole
         turns = [conversation.turn(index) for index in indices]
         rewritten = next((turn for turn in turns if not whole.startswith(turn.served)), None)
         if rewritten is None:
-            check_shown(conversation, row, len(row.messages))
-            return [_Rendered(whole, turns, row.origin)]
+            check_shown(conversation, row, turns, len(row.messages))
+            return [LearnedText(conversation, whole, turns, row.origin)]
         if self.config.rewritten_history is RewrittenHistory.error:
             fail(
                 row.origin,
@@ -149,18 +142,15 @@ class Renderer:
                 "keeps earlier turns",
                 kind="rewritten history",
             )
-        check_shown(conversation, row, turns[-1].index + 1)
-        return [_Rendered(turn.text, [turn], f"{row.origin} turn {turn.index}") for turn in turns]
-
-    def _conversation(self, row: Row) -> Conversation:
-        return Conversation(self._template, self._endings, row)
+        check_shown(conversation, row, turns, turns[-1].index + 1)
+        return [LearnedText(conversation, turn.text, [turn], f"{row.origin} turn {turn.index}") for turn in turns]
 
     def _learned(self, row: Row) -> list[int]:
         """The assistant turns that are learned."""
         assistant = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
         if self.config.train_on is TrainOn.last:
             assistant = assistant[-1:]
-        learned = [index for index in assistant if index >= row.prompt_len and self._trains(row, index)]
+        learned = [index for index in assistant if index >= row.prompt_len and is_trained(row.messages[index])]
         if not learned and self.config.train_on is not TrainOn.all:
             fail(
                 row.origin,
@@ -170,128 +160,32 @@ class Renderer:
             )
         return learned
 
-    @staticmethod
-    def _trains(row: Row, index: int) -> bool:
-        return row.messages[index].get("train") is not False
-
-    def _labelled(self, row: Row, rendered: _Rendered) -> tuple[list[int], list[int], str]:
-        conversation = self._conversation(row)
-        encoded = self._encoder.encode(row.origin, rendered.text)
-        self._check_first(row, conversation, encoded, rendered)
-        spans = [(encoded.first_behind(turn.prompt), encoded.end_of(len(turn.served))) for turn in rendered.turns]
-        labels = [IGNORED] * len(encoded.ids)
+    def _labelled(self, row: Row, text: LearnedText) -> list[Labelled]:
+        encoded = self._encoder.encode(row.origin, text.text)
+        kind = _kind(row, text)
+        if text.turns and kind not in self._seen:
+            self._seen.add(kind)
+            self._check_cuts(row, text, encoded)
+            check_tags(self.tokenizer, self._template, row, text, encoded, thinking=self.config.train_thinking)
         if self.config.train_on is TrainOn.all:
-            self._learn_all(row, conversation, encoded, rendered, labels)
-        for start, end in spans:
-            labels[start:end] = encoded.ids[start:end]
-        for index in self._thought(conversation, encoded, rendered):
-            labels[index] = IGNORED
-        return encoded.ids, labels, rendered.origin
+            return [learn_all(row, text, encoded, thinking=self.config.train_thinking)]
+        apart = self.config.rewritten_history is RewrittenHistory.split
+        parts = parted(self._encoder, text, encoded) if apart else [(text, encoded)]
+        return [learn_turns(part, tokens, thinking=self.config.train_thinking) for part, tokens in parts]
 
-    def _thought(self, conversation: Conversation, encoded: Encoded, rendered: _Rendered) -> set[int]:
-        """Tokens of thinking that is not learned."""
-        if self.config.train_thinking:
-            return set()
-        return {
-            index
-            for turn in rendered.turns
-            for start, end in conversation.thinking(turn)
-            for index in encoded.touching(start, end)
-        }
-
-    def _check_first(self, row: Row, conversation: Conversation, encoded: Encoded, rendered: _Rendered) -> None:
-        """What is checked once for each kind of conversation, for it is slow."""
-        kind = tuple(
-            (message["role"], *(name for name in ("content", "reasoning_content", "tool_calls") if message.get(name)))
-            for message in row.messages
-        )
-        kind = (kind, bool(row.tools), tuple(turn.index for turn in rendered.turns))
-        if kind in self._seen or not rendered.turns:
-            return
-        self._seen.add(kind)
-        for turn in rendered.turns:
-            ids, known = self._encoder.ids(turn.prompt), encoded.len_of(turn.prompt)
-            if known is not None and encoded.ids[:known] != ids:
+    def _check_cuts(self, row: Row, text: LearnedText, encoded: Encoded) -> None:
+        """Whether prompts have the ids that encoding.py says, for that they are cut out of the whole is a shortcut."""
+        for turn in text.turns:
+            known = encoded.len_of(turn.prompt)
+            if known is not None and encoded.ids[:known] != self._encoder.ids(turn.prompt):
                 logger.warning(
-                    "%s: the tokenizer does not cut at its added tokens; prompts are tokenized whole", row.origin
+                    "%s: the tokenizer joins text over its added tokens; it is read anew for each turn", row.origin
                 )
-                self._encoder.cuts.clear()
-                self._encoder.short_ids.cache_clear()
-        ignored = self._thought(conversation, encoded, rendered)
-        check_tags(self.tokenizer, self._template, row, conversation, encoded, rendered.turns, ignored=ignored)
-
-    def _learn_all(
-        self, row: Row, conversation: Conversation, encoded: Encoded, rendered: _Rendered, labels: list[int]
-    ) -> None:
-        """All that is said, but turns that are given or not to be learned; of a rewritten conversation what the turn
-        before has not learned."""
-        begin = self._begin_of_new(row, conversation, encoded, rendered)
-        labels[begin:] = encoded.ids[begin:]
-        for index in range(len(row.messages)):
-            if index < row.prompt_len or not self._trains(row, index):
-                before = conversation.upto(index) if index else ""
-                start = shared_len(before, encoded.text)
-                end = shared_len(conversation.upto(index + 1), encoded.text)
-                for token in encoded.touching(start, max(start, end)):
-                    labels[token] = IGNORED
-
-    def _begin_of_new(self, row: Row, conversation: Conversation, encoded: Encoded, rendered: _Rendered) -> int:
-        if rendered.text == conversation.whole and len(rendered.turns) != 1:
-            return 0
-        turn = rendered.turns[0]
-        before = [index for index in self._learned(row) if index < turn.index]
-        if not before:
-            return 0
-        content = str(row.messages[before[-1]].get("content", ""))
-        texts = [
-            conversation.changed(before[-1], turn.index, {"content": content + letter}, generation_prompt=True)
-            for letter in "ab"
-        ]
-        tail = shared_tail(*texts) if texts[0] != texts[1] else ""
-        return encoded.end_of(len(turn.prompt) - len(tail))
-
-    # ---- text and token ids
-
-    def _text(self, row: Row) -> tuple[list[int], list[int]]:
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if eos is None:
-            fail(
-                row.origin,
-                "the tokenizer has no eos_token, so a model would never learn to stop; set one",
-                kind="no end",
-            )
-        ids = self._with_special(row, row.text)
-        # The text may hold what the tokenizer adds, when somebody rendered it with a chat template before.
-        while bos is not None and ids[:2] == [bos, bos]:
-            ids = ids[1:]
-        while ids[-1:] == [eos]:
-            ids = ids[:-1]
-        ids = [*ids, eos]
-        start = shared_len(self._with_special(row, row.text[: row.prompt_len]), ids) if row.prompt_len else 0
-        return ids, [IGNORED] * start + ids[start:]
-
-    def _with_special(self, row: Row, text: str) -> list[int]:
-        try:
-            return self.tokenizer(text, verbose=False)["input_ids"]
-        except (TypeError, ValueError) as error:
-            fail(row.origin, f"the tokenizer refuses the text ({error}); write valid Unicode", kind="no valid text")
-
-    def _tokens(self, row: Row) -> tuple[list[int], list[int]]:
-        ids, labels = row.tokens
-        vocabulary = len(self.tokenizer)
-        if outside := [token for token in (*ids, *labels) if not (0 <= token < vocabulary or token == IGNORED)]:
-            fail(
-                row.origin,
-                f"token {outside[0]} is outside the vocabulary of {vocabulary}; tokenize with this model's tokenizer",
-                kind="token outside the vocabulary",
-            )
-        if len(ids) != len(labels) or IGNORED in ids:
-            fail(
-                row.origin,
-                f"{len(ids)} input_ids and {len(labels)} labels; give a label for each token, its id or -100",
-                kind="labels do not fit",
-            )
-        return list(ids), list(labels)
+                self._encoder.distrust_cuts()
 
 
-__all__ = ["BadRow", "Renderer", "TokenizedRow", "tokenize", "tokenize_rows"]
+def _kind(row: Row, text: LearnedText) -> tuple[Any, ...]:
+    """What is checked once for all rows that are alike."""
+    fields = ("content", *REASONING, "tool_calls")
+    turns = tuple((message["role"], *(name for name in fields if message.get(name))) for message in row.messages)
+    return turns, bool(row.tools), tuple(turn.index for turn in text.turns)

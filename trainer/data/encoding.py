@@ -56,6 +56,10 @@ class Encoder:
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
+    def distrust_cuts(self) -> None:
+        """From now on, tokenize beginnings whole."""
+        self.cuts = set()
+
     def _plain_ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -102,6 +106,23 @@ class Encoded:
         ends = range(start, len(self.ids))
         behind = (end for end in ends if len(self.encoder.decode(self.ids[start:end])) >= num_chars)
         return next(behind, len(self.ids))
+
+    def parted(self, beginning: str) -> "Encoded | None":
+        """The same text with its beginning tokenized alone, where one token reaches over its end; None where that
+        cannot be told to say the same."""
+        if self.places is None:
+            return None
+        prompt, start = self.encoder.encode("", beginning), len(beginning)
+        first = bisect_left(self._starts, start)
+        for behind in range(first, min(first + 2, len(self.ids) + 1)):
+            ends = {self.places[behind - 1][1], *([self._starts[behind]] if behind < len(self.ids) else [])}
+            for end in sorted(end for end in ends if end >= start):
+                piece = self.encoder.encode("", self.text[start:end]) if end > start else None
+                ids = [*prompt.ids, *(piece.ids if piece else ()), *self.ids[behind:]]
+                if self.encoder.decode(ids) == self.encoder.decode(self.ids):
+                    moved = [(one + start, other + start) for one, other in piece.places] if piece else []
+                    return Encoded(self.encoder, self.text, ids, [*prompt.places, *moved, *self.places[behind:]])
+        return None
 
     def end_of(self, num_chars: int) -> int:
         """How many tokens have a character among the first `num_chars`."""

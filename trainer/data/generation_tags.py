@@ -5,15 +5,15 @@ writes around a turn, its header and the newline behind its end, and may leave o
 """
 
 import re
-from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from trainer.chat_messages import template_message
 from trainer.data.encoding import Encoded
 from trainer.data.rows import Row, fail
+from trainer.data.targets import LearnedText, thought
 from trainer.data.template import Template
-from trainer.data.turns import Conversation, Turn
+from trainer.data.turns import Turn
 
 _TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -22,62 +22,54 @@ def check_tags(
     tokenizer: PreTrainedTokenizerBase,
     template: Template,
     row: Row,
-    conversation: Conversation,
+    text: LearnedText,
     encoded: Encoded,
-    turns: Sequence[Turn],
     *,
-    ignored: set[int],
+    thinking: bool,
 ) -> None:
     """Compare the template's tags with the turns, where it has tags.
 
-    turns    the turns that are learned in `encoded`
-    ignored  tokens of thinking that is not learned, as data.train_thinking says
-    raises   BadRow that shows both
+    thinking  whether it is learned; if not, the tags may say of it what they like
+    raises    BadRow that shows both
     """
-    num_messages = turns[-1].index + 1
-    source = template.source(row.origin, row.tools)
-    if not _TAG.search(source) or encoded.places is None or encoded.text != conversation.upto(num_messages):
-        if not _TAG.search(source) or encoded.text != conversation.whole:
-            return
-        num_messages = len(row.messages)
-    tagged = _tagged(tokenizer, source, row, num_messages)[-len(encoded.ids) :]
-    for turn in turns:
-        start, end = encoded.first_behind(turn.prompt), encoded.end_of(len(turn.served))
-        behind = encoded.end_of(len(turn.text))
-        ours = [index not in ignored for index in range(start, end)]
-        theirs = [bool(tagged[index]) and index not in ignored for index in range(start, end)]
-        if ours[:-1] != theirs[:-1] or (turn is turns[-1] and any(tagged[behind:]) and turn.index == num_messages - 1):
-            _refuse(row, turn, encoded, range(start, end), tagged)
-    _check_outside(row, conversation, encoded, num_messages, tagged)
+    if not _TAG.search(template.source(row.origin, row.tools)) or encoded.places is None:
+        return
+    num_messages = next((count for count in (len(row.messages), text.turns[-1].index + 1) if _is(text, count)), None)
+    if num_messages is None:
+        return
+    tagged = _tagged(tokenizer, template, row, num_messages)[-len(encoded.ids) :]
+    ignored = set() if thinking else thought(text, encoded)
+    for turn in text.turns:
+        ours = range(encoded.first_behind(turn.prompt), encoded.end_of(len(turn.served)))
+        if not all(tagged[index] or index in ignored for index in ours[:-1]):
+            _refuse(row, turn, encoded, ours, tagged)
+    for index, message in enumerate(row.messages[: num_messages - 1]):
+        if message["role"] != "assistant":
+            _check_untagged(row, text, encoded, index, tagged)
 
 
-def _check_outside(
-    row: Row, conversation: Conversation, encoded: Encoded, num_messages: int, tagged: list[int]
-) -> None:
+def _is(text: LearnedText, num_messages: int) -> bool:
+    return text.text == text.conversation.upto(num_messages)
+
+
+def _check_untagged(row: Row, text: LearnedText, encoded: Encoded, index: int, tagged: list[int]) -> None:
     """No tag covers what a user, a tool or the system says."""
-    for index in range(num_messages):
-        if row.messages[index]["role"] == "assistant" or index + 1 >= num_messages:
-            continue
-        before = conversation.upto(index) if index else ""
-        through = conversation.upto(index + 1)
-        if not encoded.text.startswith(through):
-            return
-        for token in encoded.touching(min(len(before), len(through)), len(through)):
-            if tagged[token] and encoded.places[token][0] >= len(before):
-                where = f"turn {index} ({row.messages[index]['role']})"
-                text = encoded.encoder.decode([encoded.ids[token]])
-                fail(
-                    row.origin,
-                    f"the chat template's generation tags mark {text!r} of {where}; correct tokenizer.chat_template",
-                    kind="generation tags",
-                )
+    start, end = text.conversation.place(index, text.text)
+    for token in encoded.touching(start, end):
+        if tagged[token] and encoded.places[token][0] >= start:
+            fail(
+                row.origin,
+                f"the chat template's generation tags mark {encoded.encoder.decode([encoded.ids[token]])!r} of turn "
+                f"{index} ({row.messages[index]['role']}); correct tokenizer.chat_template, or remove its tags",
+                kind="generation tags",
+            )
 
 
-def _tagged(tokenizer: PreTrainedTokenizerBase, source: str, row: Row, num_messages: int) -> list[int]:
+def _tagged(tokenizer: PreTrainedTokenizerBase, template: Template, row: Row, num_messages: int) -> list[int]:
     done = tokenizer.apply_chat_template(
         [template_message(message) for message in row.messages[:num_messages]],
         tools=row.tools or None,
-        chat_template=source,
+        chat_template=template.source(row.origin, row.tools),
         return_dict=True,
         return_assistant_tokens_mask=True,
     )

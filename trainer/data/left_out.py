@@ -8,13 +8,13 @@ alone, with a letter for the mark.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.chat_messages import REASONING
 from trainer.data.rows import BadRow, Message, Row, fail
-from trainer.data.turns import Conversation
+from trainer.data.turns import Conversation, Turn
 
 _PRIVATE = range(0xE000, 0xF8FF)
 _START = re.compile(r"\s*(?:<think>)?")
@@ -43,10 +43,11 @@ class _Spot:
         return [*value[: self.place // 2], {**call, "function": function}, *value[self.place // 2 + 1 :]]
 
 
-def check_shown(conversation: Conversation, row: Row, num_messages: int) -> None:
+def check_shown(conversation: Conversation, row: Row, turns: Sequence[Turn], num_messages: int) -> None:
     """raises  BadRow: the template leaves out a part of the first messages, or a tool"""
+    laid = {turn.index for turn in turns if not turn.is_written}
     messages = row.messages[:num_messages]
-    spots = [spot for index, message in enumerate(messages) for spot in _spots(index, message)]
+    spots = [spot for index, message in enumerate(messages) if index not in laid for spot in _spots(index, message)]
     char = _unused_char(row)
     shown = _shown(conversation, spots, num_messages, char)
     for number, spot in enumerate(spots):

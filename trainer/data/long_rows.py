@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 from trainer.config.data import DataConfig, OnLongRow
+from trainer.data.loader import IGNORED
 from trainer.data.rows import Row, fail
-
-IGNORED = -100
-Labelled = tuple[list[int], list[int], str]
-"""Token ids [T], labels [T], origin."""
+from trainer.data.targets import Labelled
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,8 @@ def tokenize_preferences(
     """
     if isinstance(rows[0], Pair):
         columns = _columns(tokenize_rows([row.chosen for row in rows], tokenizer, max_seq_len, **settings))
-        rejected = _columns(
-            tokenize_rows([row.rejected for row in rows], tokenizer, max_seq_len, **settings), "rejected_"
-        )
+        rejected = tokenize_rows([row.rejected for row in rows], tokenizer, max_seq_len, **settings)
+        rejected = _columns(rejected, "rejected_")
         for row, one, other in zip(rows, columns["input_ids"], rejected["rejected_input_ids"], strict=True):
             if one == other:
                 raise UserError(

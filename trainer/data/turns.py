@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
@@ -39,6 +39,8 @@ class Turn:
     """What the template writes behind it: the turn, its end, and perhaps a newline."""
     end: int
     """Characters of `answer` that the model writes, the token that ends the turn included."""
+    is_written: bool = True
+    """Whether the template writes it so; false where it was laid behind the prompt, for the template drops thoughts."""
 
     @property
     def text(self) -> str:
@@ -102,6 +104,43 @@ class Conversation:
         messages[index] = {**messages[index], **changes}
         return self.render(messages, generation_prompt=generation_prompt)
 
+    def probed(self, index: int, num_messages: int, *, generation_prompt: bool = False) -> tuple[str, str]:
+        """The first messages twice, with another letter at the end of what one of them says."""
+        content = str(self.messages[index].get("content", ""))
+        one, other = (
+            self.changed(index, num_messages, {"content": content + probe}, generation_prompt=generation_prompt)
+            for probe in _PROBES
+        )
+        return one, other
+
+    def place(self, index: int, text: str) -> tuple[int, int]:
+        """Where in a text of the first messages, or all, one message stands.
+
+        returns  [start, end) in characters; only what it says, where the template does not write it as a whole
+        """
+        try:
+            before, through = self.upto(index) if index else "", self.upto(index + 1)
+            if text.startswith(before) and text.startswith(through):
+                return len(before), len(through)
+        except BadRow:
+            pass
+        return self._place_of_content(index, text)
+
+    def _place_of_content(self, index: int, text: str) -> tuple[int, int]:
+        content = str(self.messages[index].get("content", ""))
+        num_messages = next(
+            (count for count in range(index + 1, len(self.messages) + 1) if self._is(count, text)), len(self.messages)
+        )
+        ends = self.probed(index, num_messages)
+        starts = [self.changed(index, num_messages, {"content": probe + content}) for probe in _PROBES]
+        return min(shared_len(*starts), len(text)), max(0, len(text) - len(shared_tail(*ends)))
+
+    def _is(self, num_messages: int, text: str) -> bool:
+        try:
+            return self.upto(num_messages) == text
+        except BadRow:
+            return False
+
     def like(self, row: Row) -> "Conversation":
         """Another row under the same template."""
         return Conversation(self._template, self._endings, row)
@@ -115,27 +154,33 @@ class Conversation:
                 kind="no prompt",
             )
         prompt, through = self.upto(index, generation_prompt=True), self.upto(index + 1)
+        is_written = True
         if through.startswith(prompt):
             answer = through[len(prompt) :]
-        else:
-            answer = self._answer_behind_last_message(index)
-            answer = self._answer_in_opened_thought(index, prompt) if answer is None else answer
-            if answer is None:
-                self._fail(
-                    f"the chat template does not begin turn {index} with its own generation prompt, so what is trained "
-                    "would not be what is served; correct tokenizer.chat_template",
-                    kind="other prompt than served",
-                )
+        elif (answer := self._answer_behind_last_message(index)) is None:
+            is_written = False
+            if (answer := self._answer_in_opened_thought(index, prompt)) is None:
+                self._fail_to_begin(index, prompt, through)
         _, behind = self._ending(index, through)
-        return Turn(index, prompt, answer, len(answer) - len(behind))
+        return Turn(index, prompt, answer, len(answer) - len(behind), is_written)
+
+    def _fail_to_begin(self, index: int, prompt: str, through: str) -> NoReturn:
+        start = shared_len(prompt, through)
+        thought = "<think>" in prompt[start - 8 :]
+        self._fail(
+            f"the chat template does not begin turn {index} with its own generation prompt, so what is trained would "
+            f"not be what is served: a server's prompt goes on with {prompt[start : start + 80]!r} where the row has "
+            f"{through[start : start + 80]!r}; "
+            + ("give the turn reasoning_content as the prompt expects it, or " if thought else "")
+            + "correct tokenizer.chat_template",
+            kind="other prompt than served",
+        )
 
     def _answer_behind_last_message(self, index: int) -> str | None:
         """What follows the message before the turn, less what the generation prompt has of it."""
-        last = index - 1
-        contents = [str(self.messages[last].get("content", "")) + probe for probe in _PROBES]
         try:
-            prompts = [self.changed(last, index, {"content": text}, generation_prompt=True) for text in contents]
-            throughs = [self.changed(last, index + 1, {"content": text}) for text in contents]
+            prompts = self.probed(index - 1, index, generation_prompt=True)
+            throughs = self.probed(index - 1, index + 1)
         except BadRow:
             return None
         if prompts[0] == prompts[1] or throughs[0] == throughs[1]:
@@ -249,5 +294,5 @@ class Conversation:
             return span
         return max(opened.start() if opened else start, len(turn.prompt)), closed.end()
 
-    def _fail(self, what: str, *, kind: str) -> None:
+    def _fail(self, what: str, *, kind: str) -> NoReturn:
         fail(self._row.origin, what, kind=kind)
