@@ -240,7 +240,7 @@ class DataConfig:
         )
         require(
             self.mix_until is not MixUntil.first or bool(weighted) or tempered,
-            "data.mix_until=first has no effect without weights; give every source of data.mix a weight, or leave it out",
+            "data.mix_until=first has no effect without weights; give each source of data.mix one, or leave it out",
         )
         require(
             not self.streaming or self.source is not DataSource.pydocs or bool(self.mix),
