@@ -232,6 +232,16 @@ class DataConfig:
             not weighted or all(source.weight is not None for source in self.mix),
             "data.mix: some sources have a weight and others none; give every one a weight, or none",
         )
+        tempered = self.mix_temperature != 1
+        require(
+            not tempered or (bool(self.mix) and all(source.epochs is None for source in self.mix)),
+            f"data.mix_temperature={self.mix_temperature} has no effect without data.mix, or on sources with epochs; "
+            "leave one of them out",
+        )
+        require(
+            self.mix_until is not MixUntil.first or bool(weighted) or tempered,
+            "data.mix_until=first has no effect without weights; give each source of data.mix one, or leave it out",
+        )
         require(
             not self.streaming or self.source is not DataSource.pydocs or bool(self.mix),
             "data.streaming=true has no effect with data=pydocs, which is small; leave it out",
