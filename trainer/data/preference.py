@@ -26,10 +26,16 @@ _TOKENS = List(Value("int64"))
 
 
 def tokenize_preferences(
-    rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, max_seq_len: int, *, donors: Sequence[Preference]
+    rows: Sequence[Preference],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_len: int,
+    *,
+    donors: Sequence[Preference],
+    **settings: Any,
 ) -> Dataset:
     """Tokenize rows and mark their answers; see `chat.tokenize_rows`.
 
+    settings other keys of `data.*`
     donors   labelled answers: whose answers are put to other prompts where `rows` has no other prompt
     returns  Dataset of len(rows), in order: `input_ids` and `labels` of the chosen, or the only, answer; and of pairs
              `rejected_input_ids`, `rejected_labels`; of labelled answers `desirable` (bool) and
@@ -37,8 +43,9 @@ def tokenize_preferences(
     raises   UserError naming the row: a cut that leaves nothing of an answer, or no difference between two
     """
     if isinstance(rows[0], Pair):
-        columns = _columns(tokenize_rows([row.chosen for row in rows], tokenizer, max_seq_len))
-        rejected = _columns(tokenize_rows([row.rejected for row in rows], tokenizer, max_seq_len), "rejected_")
+        columns = _columns(tokenize_rows([row.chosen for row in rows], tokenizer, max_seq_len, **settings))
+        rejected = tokenize_rows([row.rejected for row in rows], tokenizer, max_seq_len, **settings)
+        rejected = _columns(rejected, "rejected_")
         for row, one, other in zip(rows, columns["input_ids"], rejected["rejected_input_ids"], strict=True):
             if one == other:
                 raise UserError(
@@ -47,9 +54,9 @@ def tokenize_preferences(
                 )
         columns |= rejected
     else:
-        columns = _columns(tokenize_rows([row.row for row in rows], tokenizer, max_seq_len))
+        columns = _columns(tokenize_rows([row.row for row in rows], tokenizer, max_seq_len, **settings))
         mismatched = [_mismatched(row, index, rows, donors) for index, row in enumerate(rows)]
-        columns |= _columns(tokenize_rows(mismatched, tokenizer, max_seq_len), "mismatched_")
+        columns |= _columns(tokenize_rows(mismatched, tokenizer, max_seq_len, **settings), "mismatched_")
         columns["desirable"] = [row.desirable for row in rows]
     features = {name: _TOKENS if name.endswith(("input_ids", "labels")) else Value("bool") for name in columns}
     columns["origin"] = [(row.chosen if isinstance(row, Pair) else row.row).origin for row in rows]
