@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,18 +19,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from trainer.config.data import DataConfig, DataSource, MixUntil, OnBadRow, SourceConfig
 from trainer.config.errors import UserError
+from trainer.config.preference import Method
 from trainer.data.interleave import HeldOut, Interleave
 from trainer.data.loader import row_len
 from trainer.data.readers import ListReader, RawRow, open_reader
 from trainer.data.rows import BadRow
+from trainer.data.shapes import make_shaper
 from trainer.data.stream import StreamSteps
 from trainer.data.table import HOPELESS_ROWS
 from trainer.data.tokenizer_pool import TokenizerPool
-from trainer.data.tokenizing import Tokenized, TokenRow
+from trainer.data.tokenizing import RowTokenizer, Tokenized, TokenRow
 from trainer.data.windows import Window, Windows
+from trainer.sources.tiny import tiny_model
 
 MAX_SEQ_LEN = 16
 
@@ -469,3 +474,31 @@ def test_int32_arrays_become_lists() -> None:
         row = steps.micro_batches(0)[0][0]
     assert type(row["input_ids"]) is list and type(row["input_ids"][0]) is int
     assert not any(isinstance(value, np.ndarray) for value in row.values())
+
+
+def test_a_file_with_a_real_tokenizer(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    lines = [{"prompt": f"Count to {row}", "completion": "1 " * (1 + row % 9)} for row in range(25)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = SourceConfig(path=str(path))
+    config = DataConfig(source=DataSource.file, path=str(path), max_seq_len=128, shuffle_buffer=10, packing=True)
+    reader = open_reader(source, max_row_bytes=1000)
+    first = next(reader.raw())
+    shaper = make_shaper(reader.parse(first), first.where, source, Method.none)
+    tokenizing = RowTokenizer(reader, shaper, tokenizer, config)
+
+    def steps() -> StreamSteps:
+        run = dict(seed=0, rank=0, world_size=1, batch_size=1, grad_accum_steps=1, max_steps=30)
+        return StreamSteps([reader], [pickle.loads(pickle.dumps(tokenizing))], config, **run)
+
+    whole = take(steps(), 0, 30)
+    taken = [row["origin"] for step in whole for micro in step for row in micro]
+    assert sorted(taken[:25]) == sorted(f"{path}:{row}" for row in range(1, 26))
+    expected = {raw.where: tokenizing(raw)[0] for raw in reader.raw()}
+    for row in (row for step in whole for micro in step for row in micro):
+        assert all(row[name] == expected[row["origin"]][name] for name in ("input_ids", "labels", "content"))
+    begun, resumed = steps(), steps()
+    take(begun, 0, 17)
+    resumed.restore(through_json(begun.state()), 17)
+    assert take(resumed, 17, 30) == whole[17:]
