@@ -14,13 +14,13 @@ from trainer.data.conversations import (
     answered,
     conversation,
     is_assistant,
-    openai_turns,
     require_target,
     to_aside,
     with_system,
 )
 from trainer.data.row_shapes import Names, Shape
 from trainer.data.rows import Labelled, Message, Pair, Row, fail
+from trainer.data.turns import openai_turns
 from trainer.data.values import kind_of, shown, to_text
 
 _EQUAL = "so nothing is preferred; remove the row"

@@ -95,7 +95,8 @@ def _preferences(
 
 
 def _describe(shape: Shape, first: dict[str, Any], names: Names) -> str:
-    found = [ours for ours in shape.read if not says_nothing(first.get(names[ours]))]
+    read = (*shape.read, *shape.unmapped)
+    found = [ours for ours in read if not says_nothing(first.get(names[ours]))]
     renamed = [f"{plain(names[ours])} -> {ours}" for ours in (*shape.needed, *found) if names[ours] != ours]
     beside = f" with {', '.join(found)}" if found else ""
     return f"{shape.title}{beside}{' (' + ', '.join(renamed) + ')' if renamed else ''}"
