@@ -65,7 +65,7 @@ def openai_turn(turn: Any, name: str, where: str) -> Message:
         turn.get("content"), f"{name}.content", where, may_be_empty=may_be_empty, may_be_null=bool(calls)
     )
     message: Message = {"role": role, "content": content}
-    if len(turn) > 2:
+    if len(turn) > 2 or calls:
         _require_known(turn, _KEYS.get(role, _ALWAYS), name, where, "role and content")
         message |= _aside(turn, role, name, where) | ({"tool_calls": calls} if calls else {})
         if not _is_learned(turn, role, name, where):
