@@ -151,6 +151,14 @@ def test_columns_rename_and_choose_the_shape() -> None:
     assert tokens.description == "tokens with labels (ids -> input_ids, targets -> labels)"
 
 
+def test_a_named_field_is_read_once() -> None:
+    """Fields that are read by their own names too are not, where a column says that they are something else."""
+    assert said({"input": "2 + 2?", "output": "4"}, instruction="input") == [("user", "2 + 2?"), ("assistant", "4")]
+    assert row({"system": "2 + 2?", "tools": "4"}, prompt="system", completion="tools").messages == [USER, ANSWER]
+    assert row({"messages": [USER, ANSWER], "prompt": "Be brief."}, system="prompt").messages[0] == SYSTEM
+    assert row({"input_ids": [1, 2], "labels": [9, 9]}, input_ids="labels").tokens == ([9, 9], [9, 9])
+
+
 def test_a_format_chooses_where_a_row_could_be_several() -> None:
     record = {"messages": [USER, ANSWER], "text": "Once.", **GOOD}
     assert row(record, format=RowFormat.text).text == "Once."
@@ -194,6 +202,9 @@ def test_a_format_chooses_where_a_row_could_be_several() -> None:
         ),
         ({"chosen": "a", "rejected": "b"}, {}, "chosen and rejected are read with preference.method=dpo or orpo"),
         ({}, {}, "found the fields (none), but a row needs"),
+        (GOOD, {"prompt": "completion"}, "data.columns.prompt and data.columns.completion are both completion; name"),
+        (GOOD, {"prompt": "prompt", "completion": "prompt"}, "are both prompt; name the file's field of each"),
+        (ALPACA, {"input": "output"}, "data.columns.output and data.columns.input are both output"),
         ({**GOOD, "label": False}, {}, "a.jsonl:1: prompt and completion stand beside label=false"),
     ],
 )
@@ -352,6 +363,10 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [found for key, item in items for found in [(*path, key), *places(item, (*path, key))]]
 
 
+def get(value: Any, path: tuple[Any, ...]) -> Any:
+    return get(value[path[0]], path[1:]) if path else value
+
+
 def put(value: Any, path: tuple[Any, ...], item: Any) -> Any:
     if not path:
         return item
@@ -375,7 +390,9 @@ def is_usable(example: Example) -> bool:
 def test_any_value_anywhere_is_a_row_or_a_bad_row(data: st.DataObject) -> None:
     method, whole = data.draw(st.sampled_from(WHOLE))
     path = data.draw(st.sampled_from(places(whole)))
-    record = put(whole, path, data.draw(JSON | st.just(DEEP) | st.just({"content": DEEP})))
+    fragments = [get(other, place) for _, other in WHOLE for place in places(other)]
+    values = JSON | st.sampled_from(fragments) | WORDS | st.just(DEEP) | st.just({"content": DEEP})
+    record = put(whole, path, data.draw(values))
     try:
         assert is_usable(shaper(whole, method=method).row(record, "a.jsonl:1"))
     except BadRow as error:

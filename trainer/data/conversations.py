@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from trainer.data.rows import Message, Row, fail
 from trainer.data.tools import answer_call, open_calls, to_tools
 from trainer.data.turns import openai_turns
-from trainer.data.values import says_nothing, to_text
+from trainer.data.values import says_nothing, to_text, value_of
 
 
 class Aside(NamedTuple):
@@ -28,12 +28,13 @@ def to_aside(record: dict[str, Any], names: dict[str, str], where: str) -> Aside
     names    our fields -> the file's
     raises   BadRow
     """
-    system, tools = record.get(names["system"]), to_tools(record.get(names["tools"]), names["tools"], where)
-    functions = to_tools(record.get("functions"), "functions", where) if "functions" in names else None
+    system, name = value_of(record, names, "system"), names.get("system", "system")
+    tools, functions = (
+        to_tools(value_of(record, names, ours), names.get(ours, ours), where) for ours in ("tools", "functions")
+    )
     if tools and functions:
         fail(where, f"{names['tools']} and functions are both given; keep {names['tools']}", kind="tools")
-    system = None if says_nothing(system) else to_text(system, names["system"], where)
-    return Aside(system, names["system"], tools or functions)
+    return Aside(None if says_nothing(system) else to_text(system, name, where), name, tools or functions)
 
 
 def conversation(messages: list[Message], name: str, where: str, aside: Aside, *, prompt_len: int = 0) -> Row:

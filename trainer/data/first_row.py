@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from trainer.config.data import RowFormat
 from trainer.config.errors import UserError, require
 from trainer.data.conversations import Aside, conversation
-from trainer.data.row_shapes import SHAPES, Names
+from trainer.data.row_shapes import SHAPES, Names, names_of_shape
 from trainer.data.rows import fail
 from trainer.data.turns import openai_turns
 from trainer.data.values import fields_of, plain
@@ -38,7 +38,7 @@ def detect(first: dict[str, Any], where: str, mapped: Names) -> RowFormat:
     if not whole:
         _fail_unknown(first, where, fields)
     if not mapped.keys() & set(SHAPES[whole[0]].needed):
-        about = [names[whole[0]]["input"]] if whole[0] is RowFormat.alpaca else []
+        about = [names[whole[0]][ours] for ours in ("input",) if ours in names[whole[0]]]
         _require_one_reading(first, where, whole[0], said, about)
     if whole[0] is RowFormat.messages:
         return _style(first[fields[whole[0]][0]], fields[whole[0]][0], where)
@@ -47,8 +47,7 @@ def detect(first: dict[str, Any], where: str, mapped: Names) -> RowFormat:
 
 def names_of(format: RowFormat, first: dict[str, Any], where: str, mapped: Names) -> Names:
     """Our fields of a shape -> the file's."""
-    shape = SHAPES[format]
-    names = {ours: mapped.get(ours, ours) for ours in (*shape.needed, *shape.read, *shape.unmapped)}
+    names = names_of_shape(SHAPES[format], mapped)
     if "messages" in names and "messages" not in mapped:
         names["messages"] = _turns_field(first, where)
     return names
@@ -73,7 +72,9 @@ def _possible(mapped: Names) -> tuple[RowFormat, ...]:
         *others, last = (" and ".join(SHAPES[format].needed) for format in _CHOICES)
         raise UserError(f"{keys} name different shapes; map {', or '.join(others)}, or {last}")
     needing = [format for format in reading if mapped.keys() & set(SHAPES[format].needed)]
-    return tuple(needing or reading)
+    # A field that a column is named for is not what another shape needs.
+    free = [f for f in reading if not set(SHAPES[f].needed) & set(mapped.values())]
+    return tuple(needing or free or reading)
 
 
 def _fail_unknown(first: dict[str, Any], where: str, fields: dict[RowFormat, list[str]]) -> NoReturn:

@@ -11,7 +11,7 @@ from trainer.config.data import RowFormat
 from trainer.data.conversations import answered, conversation, exchanges, to_aside
 from trainer.data.rows import Example, Message, Row, fail
 from trainer.data.turns import exchange, openai_turns, sharegpt_turns
-from trainer.data.values import kind_of, says_nothing, shown, to_text
+from trainer.data.values import kind_of, says_nothing, shown, to_text, value_of
 
 Names = dict[str, str]
 """Our fields -> the file's."""
@@ -32,6 +32,12 @@ class Shape:
     """Fields that are read under these names only."""
 
 
+def names_of_shape(shape: Shape, mapped: Names) -> Names:
+    """Our fields -> the file's. A field that a column is named for is read as that, and as nothing else."""
+    read = [ours for ours in (*shape.read, *shape.unmapped) if ours in mapped or ours not in mapped.values()]
+    return {ours: mapped.get(ours, ours) for ours in (*shape.needed, *read)}
+
+
 def _messages(record: dict[str, Any], names: Names, where: str) -> Row:
     name = names["messages"]
     return conversation(openai_turns(record[name], name, where), name, where, to_aside(record, names, where))
@@ -45,10 +51,10 @@ def _sharegpt(record: dict[str, Any], names: Names, where: str) -> Row:
 def _alpaca(record: dict[str, Any], names: Names, where: str) -> Row:
     task = to_text(record[names["instruction"]], names["instruction"], where)
     output = to_text(record[names["output"]], names["output"], where)
-    about = record.get(names["input"])
+    about = value_of(record, names, "input")
     if about is not None and to_text(about, names["input"], where, may_be_empty=True).strip():
         task = f"{task}\n\n{about}"
-    turns = [*_history(record.get("history"), where), *exchange(task, output)]
+    turns = [*_history(value_of(record, names, "history"), where), *exchange(task, output)]
     return exchanges(turns, where, to_aside(record, names, where))
 
 
@@ -86,8 +92,8 @@ def _tokens(record: dict[str, Any], names: Names, where: str) -> Row:
         fail(where, f"{name} is empty; fill it or remove the row", kind="empty")
     if min(ids) < 0 or max(ids) > _MAX_ID:
         fail(where, f"{name} has {shown(min(ids) if min(ids) < 0 else max(ids))}, which is no token id", kind="tokens")
-    _require_no_padding(record.get("attention_mask"), name, where, length=len(ids))
-    labels = record.get(names["labels"])
+    _require_no_padding(value_of(record, names, "attention_mask"), name, where, length=len(ids))
+    labels = value_of(record, names, "labels")
     return Row(None, None, where, tokens=(ids, list(ids) if labels is None else _labels(labels, ids, names, where)))
 
 
