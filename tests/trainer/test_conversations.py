@@ -291,6 +291,11 @@ def test_tools_are_as_openais_api_takes_them(value: list[dict[str, Any]]) -> Non
     assert to_tools(value, "tools", "a.jsonl:1") == to_tools(json.dumps(value), "tools", "a.jsonl:1") == [TOOL]
 
 
+def test_a_tool_stays_as_it_is() -> None:
+    named = {**TOOL, "name": "other", "cache_control": None}
+    assert to_tools([named], "tools", "a.jsonl:1") == [named]
+
+
 @pytest.mark.parametrize("value", [None, "", " ", [], {}, "[]", "null"])
 def test_no_tools(value: Any) -> None:
     assert to_tools(value, "tools", "a.jsonl:1") is None
@@ -310,6 +315,7 @@ def nested(depth: int) -> Any:
         ([TOOL, {"type": "function"}], "tools[1] is no function"),
         ([{"function": {"name": "f"}}], "tools[0] is no function"),
         ([{**TOOL, "type": "code"}], "tools[0] is no function"),
+        ([{"type": "function", "function": {"name": 3}}], "tools[0] has no function.name"),
         ([{"type": "function", "function": {"name": " "}}], "tools[0] has no function.name"),
         ([{"name": "f", "parameters": {"default": float("inf")}}], "tools[0] holds inf, which is no JSON"),
         ([{"name": "f", "parameters": {"default": b"x"}}], "tools[0] holds a value of type bytes"),

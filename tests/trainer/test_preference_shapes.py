@@ -128,6 +128,14 @@ def test_a_bad_pair_is_named(record: dict[str, Any], kind: str, message: str) ->
     assert caught.value.kind == kind and caught.value.where == "a.jsonl:2" and message in caught.value.what
 
 
+def test_answers_nested_too_deeply_to_compare() -> None:
+    chosen, rejected = [], []
+    for _ in range(5000):  # Python compares about 1000 levels
+        chosen, rejected = [chosen], [rejected]
+    with pytest.raises(BadRow, match=r"chosen\[0\] is a list; write an object"):
+        row({"chosen": chosen, "rejected": rejected})
+
+
 @pytest.mark.parametrize(
     ("record", "kind", "message"),
     [
