@@ -281,6 +281,8 @@ def test_faulty_csv_rows_leave_the_others_be(tmp_path: Path) -> None:
         (f"{path}:12", "number of fields"),
         (f"{path}:13", {"a": "10", "b": "11"}),
     ]
+    path.write_bytes(b"a,b\n" + b" " * 60 + b"\n1,2\n" + b"3," + b"4" * 49)
+    assert [found for _, found in read(open_path(path, limit=50))] == ["huge row", {"a": "1", "b": "2"}, "huge row"]
 
 
 @pytest.mark.parametrize(
@@ -391,6 +393,14 @@ def test_a_folder_of_many_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert taken(tmp_path, "train") == ["a.csv", "b.jsonl", "sub/a.json"]
     assert f"{tmp_path}: 3 files: a.csv, b.jsonl, sub/a.json" in caplog.messages
     assert f"{tmp_path}: left aside, no files of rows: README.md, notes.pdf, state.json" in caplog.messages
+
+
+def test_links_are_followed_but_in_no_circle(tmp_path: Path) -> None:
+    fill(tmp_path / "elsewhere", "a.jsonl")
+    fill(tmp_path / "folder", "b.jsonl")
+    (tmp_path / "folder" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "folder" / "circle").symlink_to(tmp_path)
+    assert taken(tmp_path / "folder", "train") == ["b.jsonl", "a.jsonl"]
 
 
 @pytest.mark.parametrize(
