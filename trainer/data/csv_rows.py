@@ -49,13 +49,11 @@ class CsvRowsFile:
             fail(row.where, what, kind="number of fields")
         for name, value in zip(self.header, row.raw, strict=True):
             if byte := _not_utf8(value):
-                fail(
-                    row.where, f"{name} has a byte (0x{byte:02x}) that is not UTF-8; save the file as UTF-8", kind=_UTF8
-                )
+                what = f"{name} has a byte (0x{byte:02x}) that is not UTF-8; save the file as UTF-8"
+                fail(row.where, what, kind="not UTF-8")
         return dict(zip(self.header, row.raw, strict=True))
 
 
-_UTF8 = "not UTF-8"
 _NAMES = {",": "comma", "\t": "tab"}
 
 

@@ -66,9 +66,8 @@ def _walk(folder: Path) -> Iterator[Path]:
     """Files below a folder that are not hidden, also behind links to folders, but to those that the link lies in."""
     for root, folders, files in os.walk(folder, followlinks=True):
         here = Path(root).resolve()
-        folders[:] = [
-            name for name in folders if not _is_hidden(name) and not here.is_relative_to((here / name).resolve())
-        ]
+        shown = (name for name in folders if not _is_hidden(name))
+        folders[:] = [name for name in shown if not here.is_relative_to((here / name).resolve())]
         yield from (Path(root, name) for name in files if not _is_hidden(name) and Path(root, name).is_file())
 
 
