@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.config.errors import UserError
 from trainer.data.chat import tokenize
-from trainer.data.formats import Row
+from trainer.data.rows import Row
 from trainer.serve.http.chat import render_chat
 from trainer.serve.http.protocol import ChatFields
 from trainer.serve.http.tools import ToolCallParser, writes_tool_calls

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from trainer.data.conversations import Aside, conversation
+from trainer.data.messages import OPENAI_ROLES, SHAREGPT_ROLES, openai_turns, sharegpt_turns
 from trainer.data.rows import BadRow, Message, Row
 from trainer.data.tools import to_tools
-from trainer.data.messages import OPENAI_ROLES, SHAREGPT_ROLES, openai_turns, sharegpt_turns
 from trainer.data.values import MAX_DEPTH
 
 NOTHING = Aside(None, "system", None)

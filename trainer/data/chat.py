@@ -13,19 +13,15 @@ label at 0 is always -100, for nothing predicts the first token.
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
 from typing import Any
 
-from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from trainer.chat_messages import REASONING
 from trainer.config.data import DataConfig, RewrittenHistory, TrainOn
-from trainer.config.errors import UserError
 from trainer.data.encoding import Encoded, Encoder
 from trainer.data.generation_tags import check_tags
 from trainer.data.left_out import check_shown
-from trainer.data.loader import IGNORED
 from trainer.data.long_rows import TokenizedRow, fit
 from trainer.data.plain_rows import text_row, token_row
 from trainer.data.rows import Row, fail
@@ -35,7 +31,6 @@ from trainer.data.turns import Conversation, Endings
 
 logger = logging.getLogger(__name__)
 
-_FEATURES = Features({"input_ids": List(Value("int64")), "labels": List(Value("int64")), "origin": Value("string")})
 _DECIDING = ("max_seq_len", "long_rows", "train_on", "train_thinking", "rewritten_history")
 
 
@@ -50,39 +45,6 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_seq_len: int, 
     if len(rows) > 1:
         fail(row.origin, f"the row becomes {len(rows)} rows; call Renderer.tokenize", kind="several rows")
     return rows[0]
-
-
-def tokenize_rows(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_seq_len: int, **settings: Any
-) -> Dataset:
-    """Tokenize rows into a table in memory; nothing is cached on disk, so nothing can be stale.
-
-    settings  other keys of `data.*`
-    returns   Dataset in the order of the rows: `input_ids` and `labels` lists of int64, `origin` string
-    raises    UserError about the first row that `Renderer.tokenize` refuses, with the number of others
-    """
-    renderer = Renderer(tokenizer, DataConfig(max_seq_len=max_seq_len, **settings))
-    done: list[TokenizedRow] = []
-    faults: list[UserError] = []
-    for row in rows:
-        try:
-            done += renderer.tokenize(row)
-        except UserError as error:
-            faults.append(error)
-    if faults:
-        others = f" ({len(faults) - 1} more of {len(rows)} rows are refused too)" if len(faults) > 1 else ""
-        raise UserError(f"{faults[0]}{others}")
-    columns = {name: [getattr(row, name) for row in done] for name in ("input_ids", "labels", "origin")}
-    num_targets = sum(label != IGNORED for labels in columns["labels"] for label in labels)
-    logger.info(
-        "%d rows: %d tokens, %d of them targets; %d rows cut to data.max_seq_len=%d",
-        len(done),
-        sum(map(len, columns["input_ids"])),
-        num_targets,
-        sum(row.truncated > 0 for row in done),
-        max_seq_len,
-    )
-    return Dataset.from_dict(columns, features=_FEATURES)
 
 
 class Renderer:

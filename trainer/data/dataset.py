@@ -160,7 +160,7 @@ def open_table(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTo
 def _key(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     decides = {
         "content": opened.reader.sha256(),
-        "name": opened.reader.name,
+        "path": opened.source.path,  # which origins begin with
         "max_rows": opened.source.max_rows,
         "max_row_bytes": config.max_row_bytes,
         "shape": [opened.shaper.shape.title, opened.shaper.names, opened.shaper.needed],

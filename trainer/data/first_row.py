@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from trainer.config.data import RowFormat
 from trainer.config.errors import UserError, require
 from trainer.data.conversations import Aside, conversation
+from trainer.data.messages import openai_turns
 from trainer.data.row_shapes import SHAPES, Names, names_of_shape
 from trainer.data.rows import fail
-from trainer.data.messages import openai_turns
 from trainer.data.values import fields_of, plain
 
 _CONVERSATIONS = ("messages", "conversations")

@@ -18,9 +18,9 @@ from trainer.data.conversations import (
     to_aside,
     with_system,
 )
+from trainer.data.messages import openai_turns
 from trainer.data.row_shapes import Names, Shape
 from trainer.data.rows import Labelled, Message, Pair, Row, fail
-from trainer.data.messages import openai_turns
 from trainer.data.values import kind_of, shown, to_text, value_of
 
 _EQUAL = "so nothing is preferred; remove the row"

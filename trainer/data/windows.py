@@ -22,9 +22,10 @@ import numpy as np
 
 from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import UserError
+from trainer.data.grouping import group
 from trainer.data.interleave import Interleave, SourceRow
 from trainer.data.loader import IGNORED, row_len
-from trainer.data.packing import Units, group, pack, single
+from trainer.data.packing import Units, pack, single
 from trainer.data.permutation import UNITS, permutation
 from trainer.data.rows import BadRow
 from trainer.data.table import HOPELESS_ROWS, LONG_ROW, MAX_LISTED
