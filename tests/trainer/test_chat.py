@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config.data import ColumnsConfig, DataConfig, DataSource, OnLongRow, RewrittenHistory
 from trainer.config.errors import UserError
 from trainer.config.preference import Method
-from trainer.data.chat import Renderer, tokenize
-from trainer.data.long_rows import TokenizedRow
 from trainer.data.opening import open_source, read_examples
+from trainer.data.rendering.chat import Renderer, tokenize
+from trainer.data.rendering.long_rows import TokenizedRow
 from trainer.data.rows import Row
 from trainer.serve.http.chat import render_chat
 from trainer.serve.http.protocol import ChatFields

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from trainer.config.data import DataConfig, DataSource, MixUntil, SourceConfig
 from trainer.config.errors import UserError
-from trainer.data.interleave import HeldOut, Interleave, SourceRow
-from trainer.data.readers import ListReader
+from trainer.data.reading.readers import ListReader
+from trainer.data.streams.interleave import HeldOut, Interleave, SourceRow
 
 
 def reader(name: str, size: int) -> ListReader:

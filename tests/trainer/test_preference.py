@@ -15,9 +15,9 @@ from trainer.config.lora import LoraConfig
 from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.preference import DpoLoss, Method, PreferenceConfig
 from trainer.config.quant import Codebook, QuantConfig
-from trainer.data.messages import exchange
 from trainer.data.preference import with_mismatched
 from trainer.data.rows import Labelled, Pair, Row
+from trainer.data.shaping.messages import exchange
 from trainer.lora import attach_lora
 from trainer.model import load_model, prepare_model
 from trainer.objective import NextTokenLoss

@@ -24,16 +24,16 @@ from transformers import AutoTokenizer
 from trainer.config.data import DataConfig, DataSource, MixUntil, OnBadRow, SourceConfig
 from trainer.config.errors import UserError
 from trainer.config.preference import Method
-from trainer.data.interleave import HeldOut, Interleave
 from trainer.data.loader import row_len
-from trainer.data.readers import ListReader, RawRow, open_reader
+from trainer.data.reading.readers import ListReader, RawRow, open_reader
 from trainer.data.rows import BadRow
-from trainer.data.shapes import make_shaper
-from trainer.data.stream import StreamSteps
+from trainer.data.shaping.shapes import make_shaper
+from trainer.data.streams.interleave import HeldOut, Interleave
+from trainer.data.streams.stream import StreamSteps
+from trainer.data.streams.windows import Window, Windows
 from trainer.data.table import HOPELESS_ROWS
 from trainer.data.tokenizer_pool import TokenizerPool
 from trainer.data.tokenizing import RowTokenizer, Tokenized, TokenRow
-from trainer.data.windows import Window, Windows
 from trainer.sources.tiny import tiny_model
 
 MAX_SEQ_LEN = 16

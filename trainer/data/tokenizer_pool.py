@@ -22,9 +22,9 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.data.interleave import SourceRow
-from trainer.data.readers import RawRow
+from trainer.data.reading.readers import RawRow
 from trainer.data.rows import BadRow
+from trainer.data.streams.interleave import SourceRow
 from trainer.data.tokenizing import Tokenized, TokenRow
 
 CHUNK_ROWS = 256

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config.data import DataConfig
-from trainer.data.chat import Renderer, TokenizedRow
-from trainer.data.readers import RawRow, Reader
+from trainer.data.reading.readers import RawRow, Reader
+from trainer.data.rendering.chat import Renderer, TokenizedRow
 from trainer.data.rows import BadRow, Example, Labelled, Pair, Row, content_hash, fail
-from trainer.data.shapes import Shaper
+from trainer.data.shaping.shapes import Shaper
 
 TokenRow = dict[str, Any]
 Tokenized = list[TokenRow] | BadRow

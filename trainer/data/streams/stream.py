@@ -20,13 +20,13 @@ from accelerate.utils import gather_object
 
 from trainer.config.data import DataConfig
 from trainer.config.errors import UserError, require
-from trainer.data.interleave import HeldOut, Interleave
-from trainer.data.readers import Reader
+from trainer.data.reading.readers import Reader
 from trainer.data.rows import BadRow
+from trainer.data.streams.interleave import HeldOut, Interleave
+from trainer.data.streams.windows import StreamReport, Window, Windows, sift
 from trainer.data.table import MAX_LISTED
 from trainer.data.tokenizer_pool import TokenizerPool, Tokenizing
 from trainer.data.tokenizing import TokenRow
-from trainer.data.windows import StreamReport, Window, Windows, sift
 
 
 class StreamSteps:

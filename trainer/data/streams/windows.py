@@ -22,12 +22,12 @@ import numpy as np
 
 from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import UserError
-from trainer.data.grouping import group
-from trainer.data.interleave import Interleave, SourceRow
 from trainer.data.loader import IGNORED, row_len
-from trainer.data.packing import Units, pack, single
-from trainer.data.permutation import UNITS, permutation
+from trainer.data.ordering.grouping import group
+from trainer.data.ordering.packing import Units, pack, single
+from trainer.data.ordering.permutation import UNITS, permutation
 from trainer.data.rows import BadRow
+from trainer.data.streams.interleave import Interleave, SourceRow
 from trainer.data.table import HOPELESS_ROWS, LONG_ROW, MAX_LISTED
 from trainer.data.tokenizer_pool import TokenizerPool
 from trainer.data.tokenizing import Tokenized, TokenRow

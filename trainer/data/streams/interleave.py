@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.data import DataConfig, MixUntil, SourceConfig
 from trainer.config.errors import require
-from trainer.data.readers import Position, RawRow, Reader
+from trainer.data.reading.readers import Position, RawRow, Reader
 
 
 class HeldOut(NamedTuple):
