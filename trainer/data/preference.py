@@ -43,9 +43,9 @@ def tokenize_preferences(
     raises   UserError naming the row: a cut that leaves nothing of an answer, or no difference between two
     """
     if isinstance(rows[0], Pair):
-        columns = _columns(tokenize_rows([row.chosen for row in rows], tokenizer, max_seq_len, **settings))
+        columns = _columns(tokenize_rows([row.chosen for row in rows], tokenizer, max_seq_len, **settings), len(rows))
         rejected = tokenize_rows([row.rejected for row in rows], tokenizer, max_seq_len, **settings)
-        rejected = _columns(rejected, "rejected_")
+        rejected = _columns(rejected, len(rows), "rejected_")
         for row, one, other in zip(rows, columns["input_ids"], rejected["rejected_input_ids"], strict=True):
             if one == other:
                 raise UserError(
@@ -54,16 +54,21 @@ def tokenize_preferences(
                 )
         columns |= rejected
     else:
-        columns = _columns(tokenize_rows([row.row for row in rows], tokenizer, max_seq_len, **settings))
+        columns = _columns(tokenize_rows([row.row for row in rows], tokenizer, max_seq_len, **settings), len(rows))
         mismatched = [_mismatched(row, index, rows, donors) for index, row in enumerate(rows)]
-        columns |= _columns(tokenize_rows(mismatched, tokenizer, max_seq_len, **settings), "mismatched_")
+        columns |= _columns(tokenize_rows(mismatched, tokenizer, max_seq_len, **settings), len(rows), "mismatched_")
         columns["desirable"] = [row.desirable for row in rows]
     features = {name: _TOKENS if name.endswith(("input_ids", "labels")) else Value("bool") for name in columns}
     columns["origin"] = [(row.chosen if isinstance(row, Pair) else row.row).origin for row in rows]
     return Dataset.from_dict(columns, features=Features({**features, "origin": Value("string")}))
 
 
-def _columns(dataset: Dataset, prefix: str = "") -> dict[str, list[Any]]:
+def _columns(dataset: Dataset, num_rows: int, prefix: str = "") -> dict[str, list[Any]]:
+    if len(dataset) != num_rows:
+        raise UserError(
+            f"{num_rows} answers became {len(dataset)} rows: the chat template rewrites the earlier turns of an answer "
+            "of several turns; give answers of one turn"
+        )
     return {f"{prefix}{name}": dataset[name][:] for name in ("input_ids", "labels")}
 
 

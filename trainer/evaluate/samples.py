@@ -6,7 +6,9 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trainer.data.encoding import Encoder
 from trainer.data.formats import Row
+from trainer.data.template import Template
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, lis
         head, tail = " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
         return head, tail, tokenizer(head)["input_ids"]
     last = max(i for i, message in enumerate(row.messages) if message["role"] == "assistant")
-    ids = tokenizer.apply_chat_template(row.messages[:last], add_generation_prompt=True, return_dict=True)["input_ids"]
+    prompt = Template(tokenizer).text(row.origin, row.messages[:last], row.tools, generation_prompt=True)
+    ids = Encoder(tokenizer).ids(prompt)
     return row.messages[last - 1]["content"] if last else "", row.messages[last]["content"], ids
 
 
