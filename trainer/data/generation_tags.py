@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.chat_messages import template_message
 from trainer.data.encoding import Encoded
-from trainer.data.rows import Row, fail
+from trainer.data.rows import BadRow, Row, fail
 from trainer.data.targets import LearnedText, thought
 from trainer.data.template import Template
 from trainer.data.turns import Turn
@@ -54,7 +54,10 @@ def _is(text: LearnedText, num_messages: int) -> bool:
 
 def _check_untagged(row: Row, text: LearnedText, encoded: Encoded, index: int, tagged: list[int]) -> None:
     """No tag covers what a user, a tool or the system says."""
-    start, end = text.conversation.place(index, text.text)
+    try:
+        start, end = text.conversation.place_of_content(index, text.text)
+    except BadRow:
+        return  # the template does not let itself be asked
     for token in encoded.touching(start, end):
         if tagged[token] and encoded.places[token][0] >= start:
             fail(

@@ -124,7 +124,7 @@ def _name(spot: _Spot, message: Message) -> str:
     if spot.field == "tool_calls":
         return f"tool_calls[{spot.place // 2}]{'.function.arguments' if spot.place % 2 else ''}"
     if message["role"] == "assistant" and spot.field == "content" and "</think>" in message["content"][spot.place :]:
-        return "the thinking in content"
+        return "what content has before </think>"
     return spot.field
 
 

@@ -124,9 +124,10 @@ class Conversation:
                 return len(before), len(through)
         except BadRow:
             pass
-        return self._place_of_content(index, text)
+        return self.place_of_content(index, text)
 
-    def _place_of_content(self, index: int, text: str) -> tuple[int, int]:
+    def place_of_content(self, index: int, text: str) -> tuple[int, int]:
+        """Where in such a text a message's content stands; [start, end) in characters."""
         content = self.messages[index].get("content") or ""
         num_messages = next(
             (count for count in range(index + 1, len(self.messages) + 1) if self._is(count, text)), len(self.messages)
