@@ -105,7 +105,10 @@ class Renderer:
                 kind="rewritten history",
             )
         check_shown(conversation, row, turns, turns[-1].index + 1)
-        return [LearnedText(conversation, turn.text, [turn], f"{row.origin} turn {turn.index}") for turn in turns]
+        origins = [row.origin] if len(turns) == 1 else [f"{row.origin} turn {turn.index}" for turn in turns]
+        return [
+            LearnedText(conversation, turn.text, [turn], origin) for turn, origin in zip(turns, origins, strict=True)
+        ]
 
     def _learned(self, row: Row) -> list[int]:
         """The assistant turns that are learned."""

@@ -56,6 +56,24 @@ class Encoder:
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
+    def piece(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and places of a text that something stands before: at a text's very beginning some tokenizers write a
+        space."""
+        if not text:
+            return [], []
+        before = self._tokenizer.convert_ids_to_tokens(self._edge) if self._edge is not None else ""
+        done = self.encode("", before + text)
+        skip = 1 if before else 0
+        places = [(start - len(before), end - len(before)) for start, end in done.places[skip:]]
+        return done.ids[skip:], places
+
+    @cached_property
+    def _edge(self) -> int | None:
+        """A token that text may follow without being changed by it."""
+        added = self._tokenizer.added_tokens_decoder
+        plain = (token for token in self.cuts if not (added[token].rstrip or added[token].lstrip))
+        return min(plain, default=None)
+
     def distrust_cuts(self) -> None:
         """From now on, tokenize beginnings whole."""
         self.cuts = set()
@@ -115,12 +133,12 @@ class Encoded:
         prompt, start = self.encoder.encode("", beginning), len(beginning)
         first = bisect_left(self._starts, start)
         for behind in range(first, min(first + 2, len(self.ids) + 1)):
-            ends = {self.places[behind - 1][1], *([self._starts[behind]] if behind < len(self.ids) else [])}
+            ends = {self.places[behind - 1][1], *self._starts[behind : behind + 1]}
             for end in sorted(end for end in ends if end >= start):
-                piece = self.encoder.encode("", self.text[start:end]) if end > start else None
-                ids = [*prompt.ids, *(piece.ids if piece else ()), *self.ids[behind:]]
+                ids, places = self.encoder.piece(self.text[start:end])
+                ids = [*prompt.ids, *ids, *self.ids[behind:]]
                 if self.encoder.decode(ids) == self.encoder.decode(self.ids):
-                    moved = [(one + start, other + start) for one, other in piece.places] if piece else []
+                    moved = [(one + start, other + start) for one, other in places]
                     return Encoded(self.encoder, self.text, ids, [*prompt.places, *moved, *self.places[behind:]])
         return None
 
@@ -132,6 +150,8 @@ class Encoded:
 
     def touching(self, start: int, end: int) -> range:
         """The tokens that have a character in [start, end)."""
+        if end <= start:
+            return range(0)
         if self.places is None:
             return range(shared_len(self.encoder.ids(self.text[:start]), self.ids), self.end_of(end))
         first = bisect_right(self._starts, start)

@@ -13,7 +13,7 @@ from trainer.data.rendering.encoding import Encoded
 from trainer.data.rendering.targets import LearnedText, thought
 from trainer.data.rendering.template import Template
 from trainer.data.rendering.turns import Turn
-from trainer.data.rows import Row, fail
+from trainer.data.rows import BadRow, Row, fail
 
 _TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -54,7 +54,10 @@ def _is(text: LearnedText, num_messages: int) -> bool:
 
 def _check_untagged(row: Row, text: LearnedText, encoded: Encoded, index: int, tagged: list[int]) -> None:
     """No tag covers what a user, a tool or the system says."""
-    start, end = text.conversation.place(index, text.text)
+    try:
+        start, end = text.conversation.place_of_content(index, text.text)
+    except BadRow:
+        return  # the template does not let itself be asked
     for token in encoded.touching(start, end):
         if tagged[token] and encoded.places[token][0] >= start:
             fail(

@@ -45,9 +45,13 @@ class _Spot:
 
 def check_shown(conversation: Conversation, row: Row, turns: Sequence[Turn], num_messages: int) -> None:
     """raises  BadRow: the template leaves out a part of the first messages, or a tool"""
-    laid = {turn.index for turn in turns if not turn.is_written}
-    messages = row.messages[:num_messages]
-    spots = [spot for index, message in enumerate(messages) if index not in laid for spot in _spots(index, message)]
+    learned = {turn.index: turn.is_written for turn in turns}
+    spots = [
+        spot
+        for index, message in enumerate(row.messages[:num_messages])
+        if learned.get(index, True)
+        for spot in _spots(index, message, thinking=index in learned)
+    ]
     char = _unused_char(row)
     shown = _shown(conversation, spots, num_messages, char)
     for number, spot in enumerate(spots):
@@ -63,14 +67,15 @@ def check_shown(conversation: Conversation, row: Row, turns: Sequence[Turn], num
         _check_tools(conversation, row, num_messages)
 
 
-def _spots(index: int, message: Message) -> Iterator[_Spot]:
+def _spots(index: int, message: Message, *, thinking: bool) -> Iterator[_Spot]:
     content = message.get("content")
     if isinstance(content, str) and content.strip():
-        yield _Spot(index, "content", _START.match(content).end())
-        if message["role"] == "assistant":
+        if thinking or message["role"] != "assistant" or "</think>" not in content:
+            yield _Spot(index, "content", _START.match(content).end())
+        if thinking:
             yield from (_Spot(index, "content", found.start()) for found in re.finditer("</think>", content))
         yield _Spot(index, "content", len(content))
-    for name in REASONING[:1]:
+    for name in REASONING[:1] if thinking else ():
         if isinstance(message.get(name), str) and message[name].strip():
             yield from (_Spot(index, name, place) for place in (0, len(message[name])))
     yield from (_Spot(index, "tool_calls", place) for place in range(2 * len(message.get("tool_calls") or ())))
@@ -118,8 +123,8 @@ def _check_tools(conversation: Conversation, row: Row, num_messages: int) -> Non
 def _name(spot: _Spot, message: Message) -> str:
     if spot.field == "tool_calls":
         return f"tool_calls[{spot.place // 2}]{'.function.arguments' if spot.place % 2 else ''}"
-    if spot.field == "content" and spot.place < len(message["content"]) and "</think>" in message["content"]:
-        return "the thinking in content"
+    if message["role"] == "assistant" and spot.field == "content" and "</think>" in message["content"][spot.place :]:
+        return "what content has before </think>"
     return spot.field
 
 

@@ -106,7 +106,7 @@ class Conversation:
 
     def probed(self, index: int, num_messages: int, *, generation_prompt: bool = False) -> tuple[str, str]:
         """The first messages twice, with another letter at the end of what one of them says."""
-        content = str(self.messages[index].get("content", ""))
+        content = self.messages[index].get("content") or ""
         one, other = (
             self.changed(index, num_messages, {"content": content + probe}, generation_prompt=generation_prompt)
             for probe in _PROBES
@@ -124,10 +124,11 @@ class Conversation:
                 return len(before), len(through)
         except BadRow:
             pass
-        return self._place_of_content(index, text)
+        return self.place_of_content(index, text)
 
-    def _place_of_content(self, index: int, text: str) -> tuple[int, int]:
-        content = str(self.messages[index].get("content", ""))
+    def place_of_content(self, index: int, text: str) -> tuple[int, int]:
+        """Where in such a text a message's content stands; [start, end) in characters."""
+        content = self.messages[index].get("content") or ""
         num_messages = next(
             (count for count in range(index + 1, len(self.messages) + 1) if self._is(count, text)), len(self.messages)
         )
@@ -192,7 +193,8 @@ class Conversation:
         """The turn as the model wrote it, where the prompt opens a thought and the template would leave it out."""
         message = self.messages[index]
         thinking = next((message[name] for name in REASONING if message.get(name)), None)
-        content = message["content"] if thinking is None else f"<think>\n{thinking}\n</think>\n\n{message['content']}"
+        content = message.get("content") or ""
+        content = content if thinking is None else f"<think>\n{thinking}\n</think>\n\n{content}"
         opened = _OPENED.search(prompt)
         if (
             opened is None
@@ -244,7 +246,7 @@ class Conversation:
 
     def _probes(self, index: int) -> Iterator[list[Message]]:
         message = self.messages[index]
-        yield [{"content": str(message.get("content", "")) + probe} for probe in _PROBES]
+        yield [{"content": (message.get("content") or "") + probe} for probe in _PROBES]
         for calls in [message["tool_calls"]] if message.get("tool_calls") else []:
             last = calls[-1]["function"]
             arguments = last.get("arguments") or {}
@@ -264,7 +266,7 @@ class Conversation:
         message = self.messages[index]
         if any(message.get(name) for name in REASONING):
             yield dict.fromkeys(REASONING)
-        content = str(message.get("content", ""))
+        content = message.get("content") or ""
         for block in _BLOCK.finditer(content):
             yield {"content": content[: block.start()] + content[block.end() :]}
 
