@@ -8,8 +8,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from tests.trainer.test_chat import CHATML, chat, served, targets
 from trainer.config.data import DataConfig
-from trainer.data.chat import Renderer
-from trainer.data.encoding import Encoder, shared_len, shared_tail
+from trainer.data.rendering.chat import Renderer
+from trainer.data.rendering.encoding import Encoder, shared_len, shared_tail
 
 
 def byte_level(*, add_prefix_space: bool, trim_offsets: bool) -> Tokenizer:

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import trainer.data.template as template_module
+import trainer.data.rendering.template as template_module
 from tests.trainer.test_chat import CHATML, LLAMA3, SMOLLM2, chat, served, targets, toy
 from trainer.config.data import DataConfig, OnLongRow, RewrittenHistory, TrainOn
 from trainer.config.errors import UserError
-from trainer.data.chat import Renderer
-from trainer.data.long_rows import TokenizedRow
+from trainer.data.rendering.chat import Renderer
+from trainer.data.rendering.long_rows import TokenizedRow
 from trainer.data.rows import BadRow, Row
 
 # Qwen 3's way: thinking is written into the newest turn only, and cut out of earlier ones.
