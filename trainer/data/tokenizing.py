@@ -13,12 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import DataConfig
 from trainer.data.chat import Renderer, TokenizedRow
 from trainer.data.readers import RawRow, Reader
-from trainer.data.rows import BadRow, Example, Labelled, Pair, content_hash, fail
+from trainer.data.rows import BadRow, Example, Labelled, Pair, Tokenized, TokenRow, content_hash, fail
 from trainer.data.shapes import Shaper
-
-TokenRow = dict[str, Any]
-Tokenized = list[TokenRow] | BadRow
-"""What became of a source row."""
 
 
 class RowTokenizer:
