@@ -3,10 +3,12 @@
     <run folder>/checkpoints/step_<n>/   trainable.safetensors   what is trained, float32
                                          optimizer.pt            the optimizer's state
                                          rng_<rank>.pt           each process's random generators
+                                         data_<rank>.json        streaming: how far each process has read
                                          state.json              step and totals, base and data hashes
 
 A checkpoint is written to a hidden folder beside its place, flushed to disk and renamed; one that a crash cut short
-keeps the hidden name and is never picked up. Data order and learning rate are functions of the step and need no file.
+keeps the hidden name and is never picked up. Learning rate and the order of a table's
+rows are functions of the step and need no file.
 """
 
 import json
@@ -14,6 +16,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -68,8 +71,12 @@ def save_checkpoint(
     accelerator: Accelerator,
     *,
     keep: int,
+    data_state: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the checkpoint of `state.step` and prune older ones, leaving `keep`; every process calls this."""
+    """Write the checkpoint of `state.step` and prune older ones, leaving `keep`; every process calls this.
+
+    data_state  how far this process has read, where the step does not say it; see `steps.Steps.state`
+    """
     folder = run_dir / "checkpoints"
     target, partial = folder / f"step_{state.step}", folder / f".step_{state.step}.partial"
     if accelerator.is_main_process:
@@ -77,6 +84,8 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
     torch.save(_rng_state(accelerator.device), partial / f"rng_{accelerator.process_index}.pt")
+    if data_state is not None:
+        (partial / f"data_{accelerator.process_index}.json").write_text(json.dumps(data_state) + "\n")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         save_file(_trainable(model), partial / "trainable.safetensors")
@@ -122,6 +131,12 @@ def load_checkpoint(
     optimizer.load_state_dict(torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True))
     _restore_rng(torch.load(path / f"rng_{accelerator.process_index}.pt", weights_only=True), accelerator.device)
     return state
+
+
+def load_data_state(path: Path, accelerator: Accelerator) -> dict[str, Any] | None:
+    """How far this process had read at a checkpoint; None where the step says it."""
+    file = path / f"data_{accelerator.process_index}.json"
+    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def _trainable(model: nn.Module) -> dict[str, torch.Tensor]:

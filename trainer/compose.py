@@ -84,7 +84,7 @@ def load_config(*overrides: str) -> Config:
 CHANGEABLE_ON_RESUME = (
     *("output_dir", "resume", "tracker", "project", "evaluate.", "export.", "train.max_steps", "train.epochs"),
     *("train.eval_every", "train.eval_batch_size", "train.save_every", "train.keep_checkpoints", "train.log_row_ids"),
-    *("data.path", "data.eval_path", "model.path"),
+    *("data.path", "data.eval_path", "data.num_workers", "model.path"),
 )
 """Keys that leave the path of training alone or lengthen it; files may have moved, hashes guard what is in them."""
 

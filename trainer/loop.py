@@ -1,6 +1,6 @@
 """The one training loop, for every method: methods differ in how a model is prepared and finished.
 
-    step s:  rows = plan.micro_batches(s)     a pure function of (seed, s): nothing to save, nothing to lose
+    step s:  rows = steps.micro_batches(s)    of a table a pure function of (seed, s): nothing to save, nothing to lose
              loss = sum of losses / target tokens (or pairs) of the whole step, over micro-steps and processes
              clip, step, log; evaluate, checkpoint when due
 
@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 from torch import nn
 
 from trainer.checkpoint import TrainState, checkpoints, save_checkpoint
 from trainer.config.schema import Config
-from trainer.data.loader import BatchPlan, group_by_length, row_len
+from trainer.data.loader import group_by_length, row_len
+from trainer.data.steps import Steps
 from trainer.metrics import MetricSink, ProgressLine, mean_over_processes, peak_memory_bytes
 from trainer.optim import (
     Optimizer,
@@ -63,8 +63,8 @@ class Training:
     objective: nn.Module
     """Has `collate`, `count` and `drain_metrics` as objective.NextTokenLoss."""
     optimizer: Optimizer
-    dataset: Dataset
-    plan: BatchPlan
+    steps: Steps
+    """What each step trains on."""
     max_pass_tokens: int
     """`train.max_pass_tokens`, resolved."""
     sinks: list[MetricSink]
@@ -104,16 +104,16 @@ def train(run: Training, state: TrainState) -> TrainState:
 
     raises  TrainingDiverged if loss or gradient is not finite; Interrupted after a signal, with a checkpoint written
     """
-    config, plan, rank = run.config.train, run.plan, run.accelerator.process_index
+    config, num_steps, rank = run.config.train, run.steps.num_steps, run.accelerator.process_index
     session = time.monotonic() - state.wall_s
     run.objective.train()
     use_training_weights(run.optimizer)
-    with StopSignal() as stop, ProgressLine(plan.num_steps, done=state.step, enabled=rank == 0) as progress:
-        while state.step < plan.num_steps:
+    with StopSignal() as stop, ProgressLine(num_steps, done=state.step, enabled=rank == 0) as progress:
+        while state.step < num_steps:
             began = time.monotonic()
             if run.before_step is not None:
                 run.before_step(state.step)
-            lr = learning_rate(state.step, plan.num_steps, run.config.optim)
+            lr = learning_rate(state.step, num_steps, run.config.optim)
             num_tokens, loss, grad_norm, measured = optimizer_step(run, step=state.step, lr=lr)
             if run.after_step is not None:
                 run.after_step(state.step)
@@ -133,29 +133,32 @@ def train(run: Training, state: TrainState) -> TrainState:
                 **measured,
             }
             if config.log_row_ids:
-                metrics["row_ids"] = plan.row_ids(state.step - 1)
-            last = state.step == plan.num_steps
+                metrics["row_ids"] = run.steps.row_ids(state.step - 1)
+            last = state.step == num_steps
             if config.eval_every and state.step % config.eval_every == 0 and not last:
                 with averaged_weights(run.optimizer):
                     metrics |= {f"eval_{name}": value for name, value in run.evaluate().items()}
                 run.objective.train()
             for sink in run.sinks:
                 sink.log(metrics)
-            progress.update(metrics, left_s=(plan.num_steps - state.step) * state.train_s / state.step)
+            progress.update(metrics, left_s=(num_steps - state.step) * state.train_s / state.step)
             stopping = _any_process(run.accelerator, stop.requested)
             if last or stopping or (config.save_every and state.step % config.save_every == 0):
-                objective = run.accelerator.unwrap_model(run.objective)
                 with averaged_weights(run.optimizer):
-                    path = save_checkpoint(
-                        run.run_dir, state, objective, run.optimizer, run.accelerator, keep=config.keep_checkpoints
-                    )
+                    path = _save(run, state)
                 if stopping:
                     raise Interrupted(path)
-        if plan.num_steps == 0 and not checkpoints(run.run_dir):  # what was prepared is the result
-            objective = run.accelerator.unwrap_model(run.objective)
-            save_checkpoint(run.run_dir, state, objective, run.optimizer, run.accelerator, keep=config.keep_checkpoints)
+        if num_steps == 0 and not checkpoints(run.run_dir):  # what was prepared is the result
+            _save(run, state)
     use_averaged_weights(run.optimizer)
     return state
+
+
+def _save(run: Training, state: TrainState) -> Path:
+    objective, keep = run.accelerator.unwrap_model(run.objective), run.config.train.keep_checkpoints
+    return save_checkpoint(
+        *(run.run_dir, state, objective, run.optimizer, run.accelerator), keep=keep, data_state=run.steps.state()
+    )
 
 
 def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, float, dict[str, float]]:
@@ -166,12 +169,14 @@ def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, 
     raises  TrainingDiverged, before any weight has changed
     """
     accelerator, objective = run.accelerator, run.accelerator.unwrap_model(run.objective)
-    micro_rows = [[run.dataset[i] for i in ids] for ids in run.plan.micro_batches(step, accelerator.process_index)]
+    micro_rows = run.steps.micro_batches(step)
     passes = [rows for micro in micro_rows for rows in group_by_length(micro, run.max_pass_tokens)]
     batches = [objective.collate(rows, device=accelerator.device) for rows in passes]
     counts = [sum(row_len(row) for rows in passes for row in rows)]
     counts += [sum(each) for each in zip(*(objective.count(batch) for batch in batches), strict=True)]
     num_tokens, *divisors = accelerator.reduce(torch.tensor(counts, device=accelerator.device), "sum").tolist()
+    if not all(divisors):  # never a mean over nothing
+        raise TrainingDiverged(f"step {step + 1} has no target token in any process, which no row should allow")
     # data parallelism averages gradients over processes; the sum is wanted
     shares = torch.tensor([accelerator.num_processes / divisor for divisor in divisors], device=accelerator.device)
     objective.look_ahead(batches, accelerator.reduce)
@@ -185,8 +190,8 @@ def optimizer_step(run: Training, *, step: int, lr: float) -> tuple[int, float, 
     loss = accelerator.reduce(total, "mean").item()
     grad_norm = _clip(run)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        rows = run.plan.row_ids(step)
-        origins = [run.dataset[row]["origin"] for row in rows]
+        rows = run.steps.row_ids(step)
+        origins = [row["origin"] for micro in micro_rows for row in micro]
         raise TrainingDiverged(
             f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; no weight was changed. Rows {rows} from "
             f"{origins[:8]}. Look at these rows, or start a new run with a lower optim.lr (now {lr:.2e})"

@@ -1,13 +1,11 @@
 """Everything up to the first step: model packed, adapter attached, data tokenized, checkpoint restored."""
 
-import hashlib
 import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
@@ -16,17 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.blockwise.prepare import prepare_scales
-from trainer.checkpoint import TrainState, checkpoints, load_checkpoint
+from trainer.checkpoint import TrainState, checkpoints, load_checkpoint, load_data_state
 from trainer.compose import save_config
 from trainer.config.errors import require
-from trainer.config.preference import Method
 from trainer.config.schema import Config
 from trainer.config.train import Weights
-from trainer.data.chat import tokenize_rows
-from trainer.data.formats import Row, load_rows
-from trainer.data.loader import BatchPlan
-from trainer.data.preference import tokenize_preferences
-from trainer.data.preference_rows import Preference, answers_to_show, load_preferences
+from trainer.data.steps import Steps
 from trainer.distillation import DistillationLoss, LiveTeacher, copy_teacher
 from trainer.evaluate.perplexity import held_out_figures
 from trainer.export.merged import export_bytes
@@ -39,6 +32,7 @@ from trainer.model import load_model
 from trainer.objective import NextTokenLoss
 from trainer.optim import Optimizer, build_optimizer, default_learning_rate, require_device
 from trainer.preference import Objective, build_objective
+from trainer.prepare_data import open_data, prepare_data, training_steps
 from trainer.prepare_weights import prepare_weights
 from trainer.qat.packed_model import packed_layers
 from trainer.qat.prepare import QatSchedule, calibrate, layer_schemes, require_kv_cache
@@ -65,7 +59,6 @@ class PreparedRun:
     """With its adapter, or the model itself where every weight is trained."""
     tokenizer: PreTrainedTokenizerBase
     held_out: Dataset
-    held_out_rows: list[Row]
     state: TrainState
     qat: QatSchedule | None
     """Of quantization-aware training."""
@@ -79,26 +72,25 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     if not accelerator.is_main_process:
         logging.getLogger("trainer").setLevel(logging.WARNING)
     require_device(config.optim, accelerator.device)
-    rows, held_out_rows = _load_rows(config)
+    opened = open_data(config, accelerator)
     model, tokenizer = load_model(config.model)
     _require_model(model, config)
-    dataset, held_out = (_tokenize(each, rows, tokenizer, config) for each in (rows, held_out_rows))
-    plan = _plan(dataset, config, accelerator)
-    teacher = _teacher(model, [dataset, held_out], config, accelerator) if config.distill.enabled else None
+    data = prepare_data(opened, tokenizer, config, run_dir, accelerator)
+    teacher = _teacher(model, [data.rows, data.held_out], config, accelerator) if config.distill.enabled else None
     if isinstance(teacher, TeacherCache):
-        dataset, held_out = with_places([dataset, held_out])
+        data.rows, data.held_out = with_places([data.rows, data.held_out])
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def figures_of(objective: nn.Module) -> dict[str, float]:
-        return held_out_figures(objective, held_out, accelerator, batch_size=config.train.eval_batch_size)
+        return held_out_figures(objective, data.held_out, accelerator, batch_size=config.train.eval_batch_size)
 
     before = None
     if config.train.weights is Weights.scales:
         if config.blockwise.epochs and accelerator.is_main_process and not to_export:
             save_config(config, run_dir / "config.yaml")  # its finished blocks are what a resumed run goes on from
         before = prepare_scales(
-            *(model, dataset, config, run_dir, accelerator),
+            *(model, data.rows, config, run_dir, accelerator),
             max_pass_tokens=_max_pass_tokens(config, accelerator),
             measure=None
             if checkpoints(run_dir)
@@ -106,7 +98,7 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         )
         trained = model.to(accelerator.device)
     else:
-        trained = prepare_weights(model, tokenizer, dataset, config, run_dir, accelerator)
+        trained = prepare_weights(model, tokenizer, data.rows, config, run_dir, accelerator)
     next_token = NextTokenLoss(
         trained, decoded_bytes=config.train.decoded_mb << 20, neftune_alpha=config.train.neftune_alpha
     )
@@ -116,20 +108,23 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     _require_disk(
         run_dir, objective, keep=config.train.keep_checkpoints, exports_bytes=export_bytes(model, config.export)
     )
-    state = _new_state(trained, [dataset, held_out], config, accelerator)
+    state = _new_state(trained, data.sha256, config, accelerator)
     if config.preference.precompute:
-        datasets = _with_reference(objective, {"train": dataset, "held_out": held_out}, run_dir, accelerator, state)
-        dataset, held_out = datasets["train"], datasets["held_out"]
+        tables = {"train": data.rows, "held_out": data.held_out}
+        tables = _with_reference(objective, tables, run_dir, accelerator, state)
+        data.rows, data.held_out = tables["train"], tables["held_out"]
+    steps = training_steps(data, config, accelerator)
     qat = None
     if config.qat.enabled:
-        qat = QatSchedule.of(trained, config.qat, num_steps=max(1, plan.num_steps), seed=config.seed)
-        _calibrate(objective, dataset, config, run_dir, accelerator)
+        config.qat.require_moments(max(1, steps.num_steps))
+        qat = QatSchedule.of(trained, config.qat, num_steps=max(1, steps.num_steps), seed=config.seed)
+        _calibrate(objective, data.rows, config, run_dir, accelerator)
     if before is not None:
         state.eval_base, state.eval_rounded = before
         state.eval_loss_base, state.eval_loss_rounded = (figures.pop("loss") for figures in before)
-    state = _restore(run_dir, state, objective, optimizer, accelerator, seed=config.seed)
+    state = _restore(run_dir, state, objective, optimizer, accelerator, steps, seed=config.seed)
     objective = accelerator.prepare(objective)
-    _require_steps_left(plan, state, config)
+    _require_steps_left(steps.num_steps, state, config)
     writes = accelerator.is_main_process and not to_export
     training = Training(
         config=replace(config, optim=optim),
@@ -137,8 +132,7 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         accelerator=accelerator,
         objective=objective,
         optimizer=optimizer,
-        dataset=dataset,
-        plan=plan,
+        steps=steps,
         max_pass_tokens=state.max_pass_tokens,
         sinks=open_sinks(config, run_dir, keep_steps=state.step) if writes else [],
         evaluate=lambda: figures_of(objective),
@@ -147,7 +141,7 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     )
     if writes:  # last, so that a folder with a config is a run that can be resumed
         save_config(config, run_dir / "config.yaml")
-    return PreparedRun(training, trained, tokenizer, held_out, answers_to_show(held_out_rows), state, qat)
+    return PreparedRun(training, trained, tokenizer, data.held_out, state, qat)
 
 
 def _require_model(model: PreTrainedModel, config: Config) -> None:
@@ -166,29 +160,13 @@ def _require_model(model: PreTrainedModel, config: Config) -> None:
         layer_schemes(model, config.qat)
 
 
-def _plan(dataset: Dataset, config: Config, accelerator: Accelerator) -> BatchPlan:
-    """Which rows each step takes; the moments of quantization lie among its steps."""
-    plan = BatchPlan(
-        num_rows=len(dataset),
-        batch_size=config.train.batch_size,
-        grad_accum_steps=config.train.grad_accum_steps,
-        world_size=accelerator.num_processes,
-        seed=config.seed,
-        epochs=config.train.epochs,
-        max_steps=config.train.max_steps,
-    )
-    if config.qat.enabled:
-        config.qat.require_moments(max(1, plan.num_steps))
-    return plan
-
-
-def _new_state(trained: nn.Module, datasets: list[Dataset], config: Config, accelerator: Accelerator) -> TrainState:
+def _new_state(trained: nn.Module, data_sha256: str, config: Config, accelerator: Accelerator) -> TrainState:
     """A run before its first step, and what a checkpoint has to agree with."""
     return TrainState(
         world_size=accelerator.num_processes,
         dtype=str(trained.dtype).removeprefix("torch."),
         base_sha256=weights_sha256(trained),
-        data_sha256=_data_sha256(*datasets),
+        data_sha256=data_sha256,
         device=accelerator.device.type,
         kernels=choose("codebook4", accelerator.device.type),
         max_pass_tokens=_max_pass_tokens(config, accelerator),
@@ -241,25 +219,6 @@ def _objective(
     return DistillationLoss(next_token, config.distill, teacher)
 
 
-def _load_rows(config: Config) -> tuple[list[Row] | list[Preference], list[Row] | list[Preference]]:
-    """What `preference.method` trains on, and what is held out."""
-    if config.preference.method is Method.none:
-        return load_rows(config.data, config.seed)
-    return load_preferences(config.data, config.preference.method, config.seed)
-
-
-def _tokenize(
-    rows: list[Row] | list[Preference],
-    train: list[Row] | list[Preference],
-    tokenizer: PreTrainedTokenizerBase,
-    config: Config,
-) -> Dataset:
-    """`rows` as the objective takes them; KTO may need an answer of a training row."""
-    if config.preference.method is Method.none:
-        return tokenize_rows(rows, tokenizer, config.data.max_seq_len)
-    return tokenize_preferences(rows, tokenizer, config.data.max_seq_len, donors=train)
-
-
 def _default_learning_rate(model: PreTrainedModel, config: Config) -> float:
     """Where optim.lr is null; LoRA's best rate is ten times that of all weights (LoRA Without Regret, 2025)."""
     if config.train.weights is Weights.scales:
@@ -284,6 +243,7 @@ def _restore(
     objective: Objective,
     optimizer: Optimizer,
     accelerator: Accelerator,
+    steps: Steps,
     *,
     seed: int,
 ) -> TrainState:
@@ -293,6 +253,8 @@ def _restore(
     if not found:
         return state
     state = load_checkpoint(found[-1], objective, optimizer, accelerator, expected=state)
+    if (read := load_data_state(found[-1], accelerator)) is not None:
+        steps.restore(read, state.step)
     log.info(
         "resume   %s, step %d (with other train.max_steps or epochs the schedule is that of the new length)",
         run_dir,
@@ -301,22 +263,11 @@ def _restore(
     return state
 
 
-def _data_sha256(*datasets: Dataset) -> str:
-    """A hash of all tokens and labels: it changes with the data, the tokenizer, the template and the cut."""
-    digest = hashlib.sha256()
-    for dataset in datasets:
-        columns = [name for name in dataset.column_names if name != "origin"]
-        for rows in dataset.with_format("numpy").iter(batch_size=1024):
-            for column in columns:
-                digest.update(np.concatenate([np.atleast_1d(value) for value in rows[column]]).astype(np.int64))
-    return digest.hexdigest()
-
-
-def _require_steps_left(plan: BatchPlan, state: TrainState, config: Config) -> None:
+def _require_steps_left(num_steps: int, state: TrainState, config: Config) -> None:
     """A resumed run cannot end before its checkpoint."""
     require(
-        state.step <= plan.num_steps,
-        f"train.max_steps={config.train.max_steps}, train.epochs={config.train.epochs} end at step {plan.num_steps}, "
+        state.step <= num_steps,
+        f"train.max_steps={config.train.max_steps}, train.epochs={config.train.epochs} end at step {num_steps}, "
         f"before the checkpoint's step {state.step}; give more, or start a new run without resume",
     )
 

@@ -25,7 +25,7 @@ from trainer.config.lora import LoraInit
 from trainer.config.preference import Method
 from trainer.config.schema import Config
 from trainer.evaluate.report import print_report
-from trainer.evaluate.samples import Sample, sample_answers
+from trainer.evaluate.samples import Sample, rows_to_show, sample_answers
 from trainer.export.adapter import write_adapter, write_model_card
 from trainer.export.merged import merged_dtype, write_merged
 from trainer.export.merged_4bit import write_merged_4bit
@@ -70,6 +70,7 @@ def finetune(config: Config) -> Result:
         try:
             return _train_and_finish(run)
         finally:
+            run.training.steps.close()
             for sink in run.training.sinks:
                 sink.close()
 
@@ -130,7 +131,7 @@ def _train_and_finish(run: PreparedRun) -> Result:
     eval_loss = evaluated["loss"]
     if not math.isfinite(eval_loss):
         raise TrainingDiverged(f"the held-out loss after step {state.step} is {eval_loss}; start anew, lower optim.lr")
-    rows = run.held_out_rows[: config.evaluate.samples]
+    rows = rows_to_show(run.held_out, config.evaluate.samples)
     samples = sample_answers(run.model, run.tokenizer, rows, max_new_tokens=config.evaluate.max_new_tokens)
     exports, qat = _export(run, eval_loss)
     metrics = _metrics(run, qat, evaluated=evaluated, wall_s=time.monotonic() - began)

@@ -23,11 +23,11 @@ from trainer.config.data import DataConfig, DataSource, MixUntil, OnBadRow, Sour
 from trainer.config.errors import UserError
 from trainer.data.interleave import HeldOut, Interleave
 from trainer.data.loader import row_len
+from trainer.data.opening import HOPELESS_ROWS
 from trainer.data.raw_rows import RawRow
 from trainer.data.readers import open_reader
 from trainer.data.rows import Tokenized, TokenRow
 from trainer.data.stream import StreamSteps
-from trainer.data.table import HOPELESS_ROWS
 from trainer.data.tokenizer_pool import TokenizerPool
 from trainer.data.windows import Window, Windows
 

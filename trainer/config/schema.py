@@ -64,14 +64,37 @@ class Config:
         self._require_scales_fit()
         self._require_optimizer_fits()
         self._require_preference_fits()
+        self._require_streaming_fits()
+
+    def _require_streaming_fits(self) -> None:
+        """What is read while training has no end of its own, and no row that can be looked up."""
+        if not self.data.streaming:
+            return
+        key = "data.streaming=true"
+        require(
+            self.train.max_steps is not None,
+            f"{key} does not know how many rows there are, so train.epochs={self.train.epochs:g} says nothing; set "
+            "train.max_steps",
+        )
+        for is_set, setting, instead in (
+            (self.distill.enabled and self.distill.top_k > 0, f"distill.top_k={self.distill.top_k}", "distill.top_k=0"),
+            (self.preference.precompute, "preference.precompute=true", "preference.precompute=false"),
+            (self.preference.method is Method.kto, "preference.method=kto", "data.streaming=false"),
+            (self.blockwise.epochs > 0, f"blockwise.epochs={self.blockwise.epochs}", "data.streaming=false"),
+        ):
+            require(
+                not is_set,
+                f"{setting} looks at all rows before the first step, and {key} never has them; use {instead}",
+            )
 
     def _require_preference_fits(self) -> None:
         """A preference method has its columns, and a reference that is the model before training."""
         preference, method = self.preference, self.preference.method
+        shared = ("prompt", "system", "tools")
         read = {
-            Method.none: ("messages", "prompt", "completion", "text"),
-            Method.kto: ("prompt", "completion", "label"),
-        }.get(method, ("prompt", "chosen", "rejected"))
+            Method.none: tuple(name for name in vars(self.data.columns) if name not in ("chosen", "rejected", "label")),
+            Method.kto: (*shared, "completion", "label"),
+        }.get(method, (*shared, "chosen", "rejected"))
         unread = [f"{name}={value}" for name, value in vars(self.data.columns).items() if value and name not in read]
         require(
             not unread,

@@ -1,86 +1,53 @@
-"""Token ids and batches of preferences: from what preference_rows.py read to what trainer/preference.py takes.
+"""Batches of preferences: from rows of tokens to what trainer/preference.py takes.
 
-Built of chat.py and loader.py. A document is a prompt and one answer, and only the answer has labels.
+A document is a prompt and one answer, and only the answer has labels.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from datasets import Dataset, Features, List, Value
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from trainer.config.errors import UserError
-from trainer.data.chat import tokenize_rows
-from trainer.data.formats import Row
-from trainer.data.loader import collate
-from trainer.data.preference_rows import Labelled, Pair, Preference
+from trainer.data.loader import IGNORED, collate
 
-_TOKENS = List(Value("int64"))
+# ---- what KTO compares with
 
 
-# ---- rows -> token ids
+def with_mismatched(rows: Dataset, *, donors: Dataset, max_seq_len: int) -> Dataset:
+    """Labelled answers with `mismatched_input_ids` and `mismatched_labels`: their prompts with answers to other ones.
 
+    The other answer is that of the nearest row before, in a circle, that has another prompt. It is fixed by the row and
+    not by its batch, so that the estimate of KTO's z_0 does not depend on how a step is cut into batches.
 
-def tokenize_preferences(
-    rows: Sequence[Preference],
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_len: int,
-    *,
-    donors: Sequence[Preference],
-    **settings: Any,
-) -> Dataset:
-    """Tokenize rows and mark their answers; see `chat.tokenize_rows`.
-
-    settings other keys of `data.*`
-    donors   labelled answers: whose answers are put to other prompts where `rows` has no other prompt
-    returns  Dataset of len(rows), in order: `input_ids` and `labels` of the chosen, or the only, answer; and of pairs
-             `rejected_input_ids`, `rejected_labels`; of labelled answers `desirable` (bool) and
-             `mismatched_input_ids`, `mismatched_labels`, the prompt with the answer to another one
-    raises   UserError naming the row: a cut that leaves nothing of an answer, or no difference between two
+    rows         as tokenizing.py makes them, in memory from now on
+    donors       whose answers are put to other prompts where `rows` has no other prompt
+    max_seq_len  tokens; an answer is cut where the two are longer together
+    raises       UserError if all prompts are one
     """
-    if isinstance(rows[0], Pair):
-        columns = _columns(tokenize_rows([row.chosen for row in rows], tokenizer, max_seq_len, **settings))
-        rejected = tokenize_rows([row.rejected for row in rows], tokenizer, max_seq_len, **settings)
-        rejected = _columns(rejected, "rejected_")
-        for row, one, other in zip(rows, columns["input_ids"], rejected["rejected_input_ids"], strict=True):
-            if one == other:
-                raise UserError(
-                    f"{row.chosen.origin}: the two answers are equal in the first {len(one)} tokens, to which "
-                    f"data.max_seq_len={max_seq_len} cuts them; raise it, or remove the row"
-                )
-        columns |= rejected
-    else:
-        columns = _columns(tokenize_rows([row.row for row in rows], tokenizer, max_seq_len, **settings))
-        mismatched = [_mismatched(row, index, rows, donors) for index, row in enumerate(rows)]
-        columns |= _columns(tokenize_rows(mismatched, tokenizer, max_seq_len, **settings), "mismatched_")
-        columns["desirable"] = [row.desirable for row in rows]
-    features = {name: _TOKENS if name.endswith(("input_ids", "labels")) else Value("bool") for name in columns}
-    columns["origin"] = [(row.chosen if isinstance(row, Pair) else row.row).origin for row in rows]
-    return Dataset.from_dict(columns, features=Features({**features, "origin": Value("string")}))
+    own, others = _exchanges(rows), _exchanges(donors)
+    added: dict[str, list[list[int]]] = {"mismatched_input_ids": [], "mismatched_labels": []}
+    for index, (prompt, _, _) in enumerate(own):
+        circle = chain((own[place] for place in range(index - 1, index - len(own), -1)), others)
+        found = next((other for other in circle if other[0] != prompt), None)
+        if found is None:
+            raise UserError(
+                f"{rows[index]['origin']}: all rows have one prompt; preference.method=kto compares answers to several"
+            )
+        added["mismatched_input_ids"].append([*prompt, *found[1]][:max_seq_len])
+        added["mismatched_labels"].append([*[IGNORED] * len(prompt), *found[2]][:max_seq_len])
+    features = Features({**rows.features, **{name: List(Value("int32")) for name in added}})
+    return Dataset.from_dict({**{name: rows[name][:] for name in rows.column_names}, **added}, features=features)
 
 
-def _columns(dataset: Dataset, prefix: str = "") -> dict[str, list[Any]]:
-    return {f"{prefix}{name}": dataset[name][:] for name in ("input_ids", "labels")}
-
-
-def _mismatched(row: Labelled, index: int, rows: Sequence[Labelled], donors: Sequence[Labelled]) -> Row:
-    """The row's prompt with the answer of the nearest row before it, in a circle, that has another prompt.
-
-    The answer is fixed by the row and not by its batch, so that the estimate of KTO's z_0 does not depend on how a step
-    is cut into batches.
-    """
-    circle = chain((rows[place] for place in range(index - 1, index - len(rows), -1)), donors)
-    other = next((other for other in circle if other.prompt != row.prompt), None)
-    if other is None:
-        raise UserError(
-            f"{row.row.origin}: all rows have one prompt; preference.method=kto compares answers to several"
-        )
-    answer = other.row.messages[other.row.prompt_len :]
-    return replace(row.row, messages=[*row.prompt, *answer])
+def _exchanges(rows: Dataset) -> list[tuple[list[int], list[int], list[int]]]:
+    """Prompt, answer and the answer's labels of each row, cut before its first target."""
+    starts = (next(place for place, label in enumerate(labels) if label != IGNORED) for labels in rows["labels"])
+    columns = zip(rows["input_ids"], rows["labels"], starts, strict=True)
+    return [(ids[:start], ids[start:], labels[start:]) for ids, labels, start in columns]
 
 
 # ---- rows -> a batch

@@ -1,13 +1,12 @@
 """All rows of a source as a table of tokens on disk, made once and mapped into memory.
 
-    <cache>/data/<key>/    rows.arrow    the rows of tokenizing.py, and `row`, the number of the source row among the good
+    <cache>/data/<key>/    rows.arrow    the rows of tokenizing.py, and `row`, the good source rows numbered
                            bad.jsonl     what was left out: kind, where, what
                            report.json   counts
 
 The key is a hash of all that decides what is in the table: the source's bytes, the tokenizer's, the chat template, the
-settings, the versions of the libraries that render, and our own code. Files that only changed their name or date are
-not read again, and nothing stale is ever found. Bad rows are judged when a table is opened, so that another
-`data.on_bad_row` needs no second pass.
+settings, the versions of the libraries that render, and our own code, so that nothing stale is ever found. Bad rows are
+judged when a table is opened, so that another `data.on_bad_row` needs no second pass.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,23 +24,21 @@ from datasets.arrow_writer import ArrowWriter
 
 from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import UserError
-from trainer.data.rows import BadRow
-from trainer.data.tokenizing import Tokenized, TokenRow
+from trainer.data.opening import HOPELESS_ROWS
+from trainer.data.rows import BadRow, Tokenized, TokenRow
 
 logger = logging.getLogger(__name__)
 
 IGNORED = -100
 MAX_LISTED = 10_000
 """Bad rows whose text is kept; all are counted."""
-HOPELESS_ROWS = 1000
-"""A source that begins with so many bad rows and no good one is given up."""
 LONG_ROW = "too long (skipped)"
 """The kind of what `data.on_long_row=skip` leaves out: asked for, and so never an error."""
 _WRITE_ROWS = 1024
 _TOKENS = List(Value("int32"))
 _COLUMNS = {
     **dict.fromkeys(("input_ids", "labels", "rejected_input_ids", "rejected_labels"), _TOKENS),
-    **{"desirable": Value("bool"), "origin": Value("string"), "content": Value("uint64"), "row": Value("int64")},
+    **{"desirable": Value("bool"), "origin": Value("string"), "content": Value("int64"), "row": Value("int64")},
 }
 
 
@@ -59,6 +56,10 @@ class Report:
     """Of pairs, both documents."""
     trained_tokens: int = 0
     truncated_rows: int = 0
+    lost_tokens: int = 0
+    """What truncated rows lost."""
+    longest_uncut: int = 0
+    """Tokens that `data.max_seq_len` would need so that none is truncated."""
     split_rows: int = 0
     """Source rows that became several."""
     duplicates: int = 0
@@ -99,7 +100,7 @@ class _Writing:
 
     def __init__(self, folder: Path, report: Report, config: DataConfig) -> None:
         self._folder, self._report, self._config = folder, report, config
-        self._digest, self._contents = hashlib.sha256(), array("Q")
+        self._digest, self._contents = hashlib.sha256(), array("q")
         self._bad = Counter[str]()
         self._bad_file = (folder / "bad.jsonl").open("w", encoding="utf-8")
         self._writer: ArrowWriter | None = None
@@ -141,7 +142,10 @@ class _Writing:
                 if name.endswith("labels"):
                     report.trained_tokens += int(np.count_nonzero(values != IGNORED))
         self._digest.update(bytes([row.get("desirable", 0)]))
-        report.truncated_rows += row.pop("truncated") > 0
+        lost = row.pop("truncated")
+        report.truncated_rows += lost > 0
+        report.lost_tokens += lost
+        report.longest_uncut = max(report.longest_uncut, max(lengths) + lost)
         if max(lengths) > report.longest:
             report.longest, report.longest_origin = max(lengths), row["origin"]
 
@@ -150,8 +154,7 @@ class _Writing:
             return
         names = list(self._buffer[0])
         if self._writer is None:
-            features = Features({name: _COLUMNS[name] for name in names})
-            self._writer = ArrowWriter(path=str(self._folder / "rows.arrow"), features=features)
+            self._writer = ArrowWriter(path=str(self._folder / "rows.arrow"), features=_features(names))
         self._writer.write_batch({name: [row[name] for row in self._buffer] for name in names})
         self._buffer.clear()
 
@@ -164,6 +167,16 @@ class _Writing:
         self._report.duplicates = len(self._contents) - len(np.unique(np.asarray(self._contents)))
         report = {**asdict(self._report), "sha256": self._digest.hexdigest()}
         (self._folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def as_dataset(rows: Sequence[TokenRow]) -> Dataset:
+    """Rows of tokens in memory, with a table's columns and types; one row at least."""
+    names = [name for name in _COLUMNS if name in rows[0]]
+    return Dataset.from_dict({name: [row[name] for row in rows] for name in names}, features=_features(names))
+
+
+def _features(names: Iterable[str]) -> Features:
+    return Features({name: _COLUMNS[name] for name in names})
 
 
 def read_table(folder: Path) -> Table:

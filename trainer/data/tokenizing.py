@@ -1,38 +1,32 @@
 """Raw rows of one source to rows of tokens: parse, shape, render. What a worker process runs.
 
-Between readers.py and table.py or windows.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int; int32
-arrays behind tokenizer_pool.py), `origin` (str), `content` (64 bits, equal where two source rows say the same),
-`truncated` (tokens cut off), for pairs also `rejected_input_ids` and `rejected_labels`, for labelled answers
-`desirable`. A source row may become several of them: a conversation whose template rewrites history, a long text.
+Between readers.py and tokenizer_pool.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int, and int32
+arrays behind the pool), `origin` (str), `content` (63 bits, equal where two source rows say the same), `truncated`
+(tokens cut off), for pairs also `rejected_input_ids` and `rejected_labels`, for labelled answers `desirable`. A source
+row may become several of them: a conversation whose template rewrites history, a long text.
 """
 
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config.data import DataConfig
 from trainer.data.chat import Renderer, TokenizedRow
 from trainer.data.readers import RawRow, Reader
-from trainer.data.rows import BadRow, Example, Labelled, Pair, Tokenized, TokenRow, content_hash, fail
+from trainer.data.rows import BadRow, Example, Labelled, Pair, Row, Tokenized, TokenRow, content_hash, fail
 from trainer.data.shapes import Shaper
 
 
-class RowTokenizer:
-    """Tokenizes the rows of one source; pickled into worker processes."""
+class ExampleTokenizer:
+    """Rows, pairs and labelled answers to rows of tokens."""
 
-    def __init__(self, reader: Reader, shaper: Shaper, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
-        self._reader, self._shaper, self._renderer = reader, shaper, Renderer(tokenizer, config)
-        self._max_seq_len = config.max_seq_len
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+        self._renderer, self._max_seq_len = Renderer(tokenizer, config), config.max_seq_len
 
-    def __call__(self, raw: RawRow) -> Tokenized:
-        """The rows of tokens that a raw row gives, one at least, or what is wrong with it."""
-        try:
-            example = self._shaper.row(self._reader.parse(raw), raw.where)
-            return self._tokenize(example)
-        except BadRow as fault:
-            return fault
+    def __call__(self, example: Example) -> list[TokenRow]:
+        """One row of tokens at least.
 
-    def _tokenize(self, example: Example) -> list[TokenRow]:
+        raises  BadRow where a target, an answer or a template is missing
+        """
         content = content_hash(example)
         match example:
             case Pair():
@@ -57,7 +51,7 @@ class RowTokenizer:
         columns["truncated"] += columns.pop("rejected_truncated")
         return columns
 
-    def _only(self, row: Any, what: str) -> TokenizedRow:
+    def _only(self, row: Row, what: str) -> TokenizedRow:
         """The one row of tokens that an answer is compared by."""
         parts = self._renderer.tokenize(row)
         if len(parts) > 1:
@@ -68,6 +62,20 @@ class RowTokenizer:
                 kind="split answer",
             )
         return parts[0]
+
+
+class RowTokenizer:
+    """Raw rows of one source to rows of tokens; pickled into worker processes."""
+
+    def __init__(self, reader: Reader, shaper: Shaper, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+        self._reader, self._shaper, self._tokenize = reader, shaper, ExampleTokenizer(tokenizer, config)
+
+    def __call__(self, raw: RawRow) -> Tokenized:
+        """The rows of tokens that a raw row gives, one at least, or what is wrong with it."""
+        try:
+            return self._tokenize(self._shaper.row(self._reader.parse(raw), raw.where))
+        except BadRow as fault:
+            return fault
 
 
 def _columns(row: TokenizedRow, prefix: str = "") -> TokenRow:

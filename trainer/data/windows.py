@@ -22,13 +22,15 @@ import numpy as np
 
 from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import UserError
+from trainer.data.grouping import group
 from trainer.data.interleave import Interleave
 from trainer.data.loader import IGNORED, row_len
-from trainer.data.packing import Units, group, pack, single
+from trainer.data.opening import HOPELESS_ROWS
+from trainer.data.packing import Units, pack, single
 from trainer.data.permutation import UNITS, permutation
 from trainer.data.raw_rows import RawRow
 from trainer.data.rows import BadRow, Tokenized, TokenRow
-from trainer.data.table import HOPELESS_ROWS, LONG_ROW, MAX_LISTED
+from trainer.data.table import LONG_ROW, MAX_LISTED
 from trainer.data.tokenizer_pool import TokenizerPool
 
 _COUNTS = ("window", "in_epoch", "epochs", "units")

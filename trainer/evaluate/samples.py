@@ -1,12 +1,18 @@
-"""Sample answers: the same held-out prompts, greedily continued by the base and by the tuned model."""
+"""Sample answers: the same held-out prompts, greedily continued by the base and by the tuned model.
+
+The prompt is the row's own tokens up to its last answer, so what is asked is what was trained on.
+"""
 
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trainer.data.formats import Row
+from trainer.data.loader import IGNORED
 
 
 @dataclass(frozen=True)
@@ -20,10 +26,21 @@ class Sample:
     tuned: str
 
 
+def rows_to_show(rows: Dataset, number: int) -> Dataset:
+    """The first rows whose answer a model should come close to: not the bad ones of labelled answers."""
+    good = range(len(rows))
+    if "desirable" in rows.column_names:
+        good = [place for place, desirable in enumerate(rows["desirable"]) if desirable]
+    return rows.select(good[:number])
+
+
 def sample_answers(
-    model: PeftModel | PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, max_new_tokens: int
+    model: PeftModel | PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset, *, max_new_tokens: int
 ) -> list[Sample]:
-    """Greedy answers to each row's prompt, with the adapter off and on."""
+    """Greedy answers to each row's prompt, with the adapter off and on.
+
+    rows  `input_ids` and `labels`
+    """
     samples = []
     for row in rows:
         prompt, reference, input_ids = _prompt(row, tokenizer)
@@ -35,15 +52,23 @@ def sample_answers(
     return samples
 
 
-def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, list[int]]:
-    """What the model sees, what the row answers, and the prompt's tokens; half of the words for plain text."""
-    if row.messages is None:
-        words = row.text.split()
-        head, tail = " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
-        return head, tail, tokenizer(head)["input_ids"]
-    last = max(i for i, message in enumerate(row.messages) if message["role"] == "assistant")
-    ids = tokenizer.apply_chat_template(row.messages[:last], add_generation_prompt=True, return_dict=True)["input_ids"]
-    return row.messages[last - 1]["content"] if last else "", row.messages[last]["content"], ids
+def _prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, list[int]]:
+    """What is asked, what the row answers, and the prompt's tokens; of what is learned as a whole, the second half."""
+    ids, targets = row["input_ids"], [label != IGNORED for label in row["labels"]]
+    end = max(place for place, is_target in enumerate(targets) if is_target) + 1
+    start = next((place + 1 for place in range(end - 1, -1, -1) if not targets[place]), 0)
+    if start <= 1:
+        start = max(1, end // 2)
+    reference = tokenizer.decode(ids[start:end], skip_special_tokens=True).strip()
+    return _last_said(ids[:start], tokenizer), reference, ids[:start]
+
+
+def _last_said(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The last text between special tokens, the one before the answer's header where there are several."""
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    stretches = [list(group) for is_special, group in groupby(ids, special.__contains__) if not is_special]
+    texts = [text for text in (tokenizer.decode(stretch).strip() for stretch in stretches) if text]
+    return texts[-2] if len(texts) > 1 else "".join(texts)
 
 
 @torch.inference_mode()

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import ColumnsConfig, DataConfig, DataSource
 from trainer.config.errors import UserError, require
 from trainer.config.ptq import PtqConfig
-from trainer.data.formats import Row, load_rows
+from trainer.data.dataset import load_rows
 from trainer.data.loader import BatchPlan
+from trainer.data.rows import Row
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +95,10 @@ def _load(
 
 def _ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the model would read; without a chat template, what is said."""
+    if row.tokens is not None:
+        return row.tokens[0]
     if row.messages is not None and tokenizer.chat_template:
-        return tokenizer.apply_chat_template(row.messages, return_dict=True)["input_ids"]
+        return tokenizer.apply_chat_template(row.messages, tools=row.tools, return_dict=True)["input_ids"]
     text = row.text if row.messages is None else "\n\n".join(turn["content"] for turn in row.messages)
     return tokenizer(text, verbose=False)["input_ids"]
 

@@ -5,6 +5,7 @@
     models/<name>/              a finished Hugging Face folder; prepared.json lists its files and their bytes
     models/.<name>.lock         held while <name> is built
     models/.<name>.xxxxxxxx/    a build under way, or what a killed one left; the next build removes it
+    data/<key>/                 a table of tokens, in the same way
     wheels/                     wheels that the user puts here are taken instead of a download
 
 A folder appears under its name by one atomic rename, after its files are on disk. So a killed build is never
@@ -35,8 +36,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("LOWBIT_CACHE") or "~/.cache/lowbit").expanduser().absolute()
 
 
-def prepare_once(name: str, build: Callable[[Path], None], needs_bytes: int) -> Path:
-    """Return the cached folder `models/<name>`, built first if it is not there.
+def prepare_once(name: str, build: Callable[[Path], None], needs_bytes: int, *, room: str = "models") -> Path:
+    """Return the cached folder `<room>/<name>`, built first if it is not there.
 
     name         folder name; give it another one when `build` writes something else
     build        fills the empty folder that it gets with files; runs in one process at a time
@@ -44,13 +45,13 @@ def prepare_once(name: str, build: Callable[[Path], None], needs_bytes: int) -> 
     returns      the folder; other processes may read it, nobody writes to it
     raises       UserError if the cache cannot be written or its disk is too full; whatever `build` raises
     """
-    models = cache_dir() / "models"
-    folder = models / name
+    rooms = cache_dir() / room
+    folder = rooms / name
     if _is_complete(folder):
         return folder
-    with _explained(models, needs_bytes):
-        models.mkdir(parents=True, exist_ok=True)
-        with _locked(models / f".{name}.lock", name):
+    with _explained(rooms, needs_bytes):
+        rooms.mkdir(parents=True, exist_ok=True)
+        with _locked(rooms / f".{name}.lock", name):
             if not _is_complete(folder):
                 _build(folder, build, needs_bytes)
     return folder
@@ -119,13 +120,13 @@ def _locked(path: Path, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(models: Path, needs_bytes: int) -> Iterator[None]:
+def _explained(room: Path, needs_bytes: int) -> Iterator[None]:
     """Turn what the file system says about the cache into a UserError; errors elsewhere pass through."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(_disk_full(models, needs_bytes, shutil.disk_usage(_existing(models)).free)) from error
+            raise UserError(_disk_full(room, needs_bytes, shutil.disk_usage(_existing(room)).free)) from error
         if error.filename is None or not _concerns_cache(Path(os.fsdecode(error.filename))):
             raise
         raise UserError(

@@ -11,6 +11,7 @@ import re
 import shutil
 import statistics
 import time
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch import nn
 from trainer import LLM, SamplingParams, load_config
 from trainer.config.errors import UserError
 from trainer.config.schema import Config
-from trainer.data.formats import read_jsonl
+from trainer.data.opening import open_sources, read_examples
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.export.merged import write_merged
 from trainer.linear import QuantLinear
@@ -216,7 +217,8 @@ def _as_if_unscaled(run: PreparedRun) -> None:
 def _answers(run: PreparedRun, cell: Cell, data: Path, merged: Path) -> dict[str, Any]:
     """Questions answered greedily by our server over the live module; DoRA, which it refuses, over a 16-bit merge."""
     sizes, config = cell.sizes, run.training.config
-    rows = read_jsonl(str(data / TEST_FILE), config.data.columns, limit=sizes["eval_rows"] + sizes["questions"])
+    settings = replace(config.data, path=str(data / TEST_FILE), max_rows=sizes["eval_rows"] + sizes["questions"])
+    rows = list(read_examples(open_sources(settings, config.preference.method).train[0]))
     exchanges = [row.messages for row in rows[sizes["eval_rows"] :]]
     settings = {"max_model_len": sizes["max_seq_len"] + sizes["answer_tokens"]}
     run.model.eval()
