@@ -153,6 +153,7 @@ def test_goes_on_from_any_row(
     def rows(stream: Interleave, number: int) -> list[tuple[int, RawRow] | None]:
         return [stream.next_row() for _ in range(number)]
 
+    until = until if weights else "all"
     whole = rows(mixed(sizes, until, **shares), stop + 40)
     first = mixed(sizes, until, **shares)
     assert rows(first, stop) == whole[:stop]
