@@ -19,12 +19,12 @@ from trainer.config.schema import Config
 from trainer.data.dataset import load_data, row_lengths, trained_on
 from trainer.data.loader import BatchPlan
 from trainer.data.opening import OpenedSources, open_sources
-from trainer.data.order import RunOrder
+from trainer.data.ordering.order import RunOrder
+from trainer.data.reading.stdin import spool_stdin
 from trainer.data.rows import BadRow
-from trainer.data.stdin import spool_stdin
 from trainer.data.steps import Steps, TableSteps
-from trainer.data.stream import StreamSteps
-from trainer.data.streaming import SAMPLE_ROWS, load_stream
+from trainer.data.streams.loading import SAMPLE_ROWS, load_stream
+from trainer.data.streams.stream import StreamSteps
 from trainer.data.table import as_dataset
 from trainer.sources.cache import cache_dir
 

@@ -82,8 +82,8 @@ def test_reading_back_gives_what_was_trained(result, ours):
     """The held-out loss of the read adapter is the run's, so base, codes and factors are the trained ones."""
     from accelerate import Accelerator
 
-    from trainer.data.chat import tokenize_rows
     from trainer.data.formats import load_rows
+    from trainer.data.rendering.chat import tokenize_rows
     from trainer.evaluate.perplexity import held_out_loss
     from trainer.objective import NextTokenLoss
 

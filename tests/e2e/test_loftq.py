@@ -82,8 +82,8 @@ def identity(folder) -> dict:
 def held_out_loss_of(model, run_dir) -> float:
     from accelerate import Accelerator
 
-    from trainer.data.chat import tokenize_rows
     from trainer.data.formats import load_rows
+    from trainer.data.rendering.chat import tokenize_rows
     from trainer.evaluate.perplexity import held_out_loss
     from trainer.objective import NextTokenLoss
 

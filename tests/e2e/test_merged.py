@@ -16,8 +16,8 @@ from tests.e2e.conftest import ROOT, environment, losses
 from trainer import finetune, load_config
 from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
-from trainer.data.chat import tokenize_rows
 from trainer.data.formats import load_rows
+from trainer.data.rendering.chat import tokenize_rows
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.export.adapter import check_vocabulary, read_adapter
 from trainer.model import load_model, prepare_model

@@ -16,8 +16,8 @@ from tests.e2e.conftest import ROOT, environment, losses
 from tests.e2e.test_resume import start, wait_for_step
 from trainer import UserError, finetune, load_config
 from trainer.config.model import ModelConfig, ModelSource
-from trainer.data.chat import tokenize_rows
 from trainer.data.formats import load_rows
+from trainer.data.rendering.chat import tokenize_rows
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.kernels import _cpp
 from trainer.model import load_model

@@ -15,8 +15,8 @@ from trainer import finetune, load_config
 from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.quant import Codebook, QuantConfig
-from trainer.data.chat import tokenize_rows
 from trainer.data.formats import load_rows
+from trainer.data.rendering.chat import tokenize_rows
 from trainer.evaluate.merge_gain import measure_merge_gain
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.export.adapter import read_adapter, read_identity

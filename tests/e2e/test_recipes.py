@@ -15,8 +15,8 @@ from tests.e2e.conftest import losses
 from trainer import UserError, finetune, load_config
 from trainer.config.quant import Codebook
 from trainer.config.schema import Config
-from trainer.data.chat import tokenize_rows
 from trainer.data.formats import load_rows
+from trainer.data.rendering.chat import tokenize_rows
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.export.adapter import read_adapter
 from trainer.model import load_model, prepare_model

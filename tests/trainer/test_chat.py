@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.config.data import ColumnsConfig, DataConfig, OnLongRow, RewrittenHistory
 from trainer.config.errors import UserError
-from trainer.data.chat import Renderer, tokenize, tokenize_rows
 from trainer.data.formats import Row, read_jsonl
-from trainer.data.long_rows import TokenizedRow
+from trainer.data.rendering.chat import Renderer, tokenize, tokenize_rows
+from trainer.data.rendering.long_rows import TokenizedRow
 from trainer.serve.http.chat import render_chat
 from trainer.serve.http.protocol import ChatFields
 

@@ -18,8 +18,8 @@ from trainer.checkpoint import checkpoints
 from trainer.config.distill import DistillConfig, DistillTokens, Divergence
 from trainer.config.lora import LoraConfig
 from trainer.config.model import DType, ModelConfig, ModelSource
-from trainer.data.chat import tokenize_rows
 from trainer.data.formats import Row
+from trainer.data.rendering.chat import tokenize_rows
 from trainer.distillation import DistillationLoss, LiveTeacher, copy_teacher
 from trainer.lora import attach_lora
 from trainer.model import load_model

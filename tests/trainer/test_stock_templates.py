@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.config.data import DataConfig, RewrittenHistory
 from trainer.config.errors import UserError
-from trainer.data.chat import Renderer
-from trainer.data.long_rows import TokenizedRow
+from trainer.data.rendering.chat import Renderer
+from trainer.data.rendering.long_rows import TokenizedRow
 from trainer.data.rows import Row
 from trainer.serve.http.chat import render_chat
 from trainer.serve.http.protocol import ChatFields

@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import DataConfig
 from trainer.config.errors import require
 from trainer.config.preference import Method
-from trainer.data.chat import Renderer
 from trainer.data.opening import OpenedSource, OpenedSources, open_sources, read_examples
 from trainer.data.preference import with_mismatched
+from trainer.data.rendering.chat import Renderer
 from trainer.data.rows import BadRow, Example, content_hash
 from trainer.data.shown import marked
 from trainer.data.table import Report, Table, judge, read_table, write_table

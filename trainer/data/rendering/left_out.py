@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.chat_messages import REASONING
+from trainer.data.rendering.turns import Conversation, Turn
 from trainer.data.rows import BadRow, Message, Row, fail
-from trainer.data.turns import Conversation, Turn
 
 _PRIVATE = range(0xE000, 0xF8FF)
 _START = re.compile(r"\s*(?:<think>)?")

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data.byte_files import open_bytes
-from trainer.data.json_lines import decode
-from trainer.data.raw_rows import Position, RawRow, huge
+from trainer.data.reading.byte_files import open_bytes
+from trainer.data.reading.json_lines import decode
+from trainer.data.reading.raw_rows import Position, RawRow, huge
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from typing import Any
 
 from trainer.config.data import STDIN, DataSource, SourceConfig
 from trainer.config.errors import UserError, require
-from trainer.data.byte_files import hash_file, is_gzip, open_bytes
-from trainer.data.csv_rows import open_csv
-from trainer.data.documents import DocumentFile
-from trainer.data.files import SUFFIXES, find_files, layout_suffix
-from trainer.data.hub import HubReader
-from trainer.data.json_lines import JsonLinesFile
-from trainer.data.json_text import open_json
-from trainer.data.parquet_rows import ParquetRowsFile
-from trainer.data.raw_rows import Position, RawRow, Reader, RowFile
+from trainer.data.reading.byte_files import hash_file, is_gzip, open_bytes
+from trainer.data.reading.csv_rows import open_csv
+from trainer.data.reading.documents import DocumentFile
+from trainer.data.reading.files import SUFFIXES, find_files, layout_suffix
+from trainer.data.reading.hub import HubReader
+from trainer.data.reading.json_lines import JsonLinesFile
+from trainer.data.reading.json_text import open_json
+from trainer.data.reading.parquet_rows import ParquetRowsFile
+from trainer.data.reading.raw_rows import Position, RawRow, Reader, RowFile
 from trainer.data.rows import BadRow
 
 __all__ = ["FilesReader", "ListReader", "Position", "RawRow", "Reader", "open_reader"]

@@ -22,14 +22,14 @@ import numpy as np
 
 from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import UserError
-from trainer.data.grouping import group
-from trainer.data.interleave import Interleave
 from trainer.data.loader import IGNORED, row_len
 from trainer.data.opening import HOPELESS_ROWS
-from trainer.data.packing import Units, pack, single
-from trainer.data.permutation import UNITS, permutation
-from trainer.data.raw_rows import RawRow
+from trainer.data.ordering.grouping import group
+from trainer.data.ordering.packing import Units, pack, single
+from trainer.data.ordering.permutation import UNITS, permutation
+from trainer.data.reading.raw_rows import RawRow
 from trainer.data.rows import BadRow, Tokenized, TokenRow
+from trainer.data.streams.interleave import Interleave
 from trainer.data.table import LONG_ROW, MAX_LISTED
 from trainer.data.tokenizer_pool import TokenizerPool
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from trainer.data.byte_files import open_bytes, skip_bom, skip_line
-from trainer.data.raw_rows import Position, RawRow, huge
+from trainer.data.reading.byte_files import open_bytes, skip_bom, skip_line
+from trainer.data.reading.raw_rows import Position, RawRow, huge
 from trainer.data.rows import BadRow, fail
 
 _NEWLINE = ord("\n")

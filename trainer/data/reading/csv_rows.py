@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from trainer.config.errors import UserError, require
-from trainer.data.byte_files import open_bytes, skip_bom
-from trainer.data.raw_rows import Position, RawRow, huge
+from trainer.data.reading.byte_files import open_bytes, skip_bom
+from trainer.data.reading.raw_rows import Position, RawRow, huge
 from trainer.data.rows import BadRow, fail
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainer.data.permutation import BATCHES, permutation
+from trainer.data.ordering.permutation import BATCHES, permutation
 
 WINDOW_STEPS = 50
 """Steps whose rows are sorted by length together: a fiftieth of the spread is left in a batch, and an epoch of more

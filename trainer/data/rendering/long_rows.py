@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from trainer.config.data import DataConfig, OnLongRow
 from trainer.data.loader import IGNORED
+from trainer.data.rendering.targets import Labelled
 from trainer.data.rows import Row, fail
-from trainer.data.targets import Labelled
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.data import DataConfig, MixUntil, SourceConfig
 from trainer.config.errors import require
-from trainer.data.raw_rows import Position, RawRow, Reader
+from trainer.data.reading.raw_rows import Position, RawRow, Reader
 
 
 class HeldOut(NamedTuple):

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 from transformers import PreTrainedTokenizerBase
 
 from trainer.chat_messages import REASONING
-from trainer.data.encoding import shared_len, shared_tail
+from trainer.data.rendering.encoding import shared_len, shared_tail
+from trainer.data.rendering.template import Template
 from trainer.data.rows import BadRow, Message, Row, fail
-from trainer.data.template import Template
 
 _OPENED = re.compile(r"<think>\s*\Z")
 _CLOSE = "</think>"

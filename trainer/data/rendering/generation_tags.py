@@ -9,11 +9,11 @@ import re
 from transformers import PreTrainedTokenizerBase
 
 from trainer.chat_messages import template_message
-from trainer.data.encoding import Encoded
+from trainer.data.rendering.encoding import Encoded
+from trainer.data.rendering.targets import LearnedText, thought
+from trainer.data.rendering.template import Template
+from trainer.data.rendering.turns import Turn
 from trainer.data.rows import Row, fail
-from trainer.data.targets import LearnedText, thought
-from trainer.data.template import Template
-from trainer.data.turns import Turn
 
 _TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 

@@ -5,10 +5,10 @@ The turns of turns.py, in tokens (encoding.py): from the first token behind the 
 
 from dataclasses import dataclass, replace
 
-from trainer.data.encoding import Encoded, Encoder, shared_tail
 from trainer.data.loader import IGNORED
+from trainer.data.rendering.encoding import Encoded, Encoder, shared_tail
+from trainer.data.rendering.turns import Conversation, Turn
 from trainer.data.rows import BadRow, Message, Row
-from trainer.data.turns import Conversation, Turn
 
 Labelled = tuple[list[int], list[int], str]
 """Token ids [T], labels [T], origin."""

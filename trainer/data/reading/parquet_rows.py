@@ -13,7 +13,7 @@ import pyarrow
 from pyarrow import parquet
 
 from trainer.config.errors import UserError
-from trainer.data.raw_rows import Position, RawRow, huge
+from trainer.data.reading.raw_rows import Position, RawRow, huge
 
 BATCH_ROWS = 128
 

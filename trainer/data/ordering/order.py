@@ -14,10 +14,10 @@ from functools import lru_cache
 import numpy as np
 
 from trainer.config.data import DataConfig
-from trainer.data.grouping import group
-from trainer.data.mixing import plan_mix
-from trainer.data.packing import Units, pack, single
-from trainer.data.permutation import UNITS, permutation
+from trainer.data.ordering.grouping import group
+from trainer.data.ordering.mixing import plan_mix
+from trainer.data.ordering.packing import Units, pack, single
+from trainer.data.ordering.permutation import UNITS, permutation
 
 KEPT_EPOCHS = 3
 """A step spans two epochs at most, unless it is longer than an epoch."""

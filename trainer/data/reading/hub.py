@@ -20,8 +20,8 @@ from datasets.exceptions import DatasetGenerationError, DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
 from trainer.config.errors import UserError
-from trainer.data.parquet_rows import without_fill_ins
-from trainer.data.raw_rows import Position, RawRow
+from trainer.data.reading.parquet_rows import without_fill_ins
+from trainer.data.reading.raw_rows import Position, RawRow
 
 _FAULTS = (DatasetsError, HfHubHTTPError, httpx.HTTPError, OSError, ValueError, RuntimeError)
 """What `datasets` raises for what the hub, the network or a user's keys cause."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.data.rows import Message, fail
-from trainer.data.tools import to_calls, to_function
-from trainer.data.values import fields_of, kind_of, parse_json, says_nothing, shown, to_text
+from trainer.data.shaping.tools import to_calls, to_function
+from trainer.data.shaping.values import fields_of, kind_of, parse_json, says_nothing, shown, to_text
 
 OPENAI_ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},

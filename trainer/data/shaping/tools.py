@@ -7,7 +7,7 @@ and the server makes it one too. The older `functions` and `function_call` mean 
 from typing import Any
 
 from trainer.data.rows import Message, fail
-from trainer.data.values import fields_of, kind_of, parse_json, says_nothing, shown, to_json, to_text
+from trainer.data.shaping.values import fields_of, kind_of, parse_json, says_nothing, shown, to_json, to_text
 
 _TOOL = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
 _CALL = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'

@@ -22,16 +22,16 @@ from transformers import PreTrainedTokenizerBase
 from trainer.chat_messages import REASONING
 from trainer.config.data import DataConfig, RewrittenHistory, TrainOn
 from trainer.config.errors import UserError
-from trainer.data.encoding import Encoded, Encoder
-from trainer.data.generation_tags import check_tags
-from trainer.data.left_out import check_shown
 from trainer.data.loader import IGNORED
-from trainer.data.long_rows import TokenizedRow, fit
-from trainer.data.plain_rows import text_row, token_row
+from trainer.data.rendering.encoding import Encoded, Encoder
+from trainer.data.rendering.generation_tags import check_tags
+from trainer.data.rendering.left_out import check_shown
+from trainer.data.rendering.long_rows import TokenizedRow, fit
+from trainer.data.rendering.plain_rows import text_row, token_row
+from trainer.data.rendering.targets import Labelled, LearnedText, is_trained, learn_all, learn_turns, parted
+from trainer.data.rendering.template import Template
+from trainer.data.rendering.turns import Conversation, Endings
 from trainer.data.rows import Row, fail
-from trainer.data.targets import Labelled, LearnedText, is_trained, learn_all, learn_turns, parted
-from trainer.data.template import Template
-from trainer.data.turns import Conversation, Endings
 
 logger = logging.getLogger(__name__)
 

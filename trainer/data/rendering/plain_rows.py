@@ -2,10 +2,10 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.encoding import shared_len
 from trainer.data.loader import IGNORED
+from trainer.data.rendering.encoding import shared_len
+from trainer.data.rendering.targets import Labelled
 from trainer.data.rows import Row, fail
-from trainer.data.targets import Labelled
 
 
 def text_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> Labelled:

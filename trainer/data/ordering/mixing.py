@@ -19,7 +19,7 @@ import numpy as np
 
 from trainer.config.data import MixUntil, SourceConfig
 from trainer.config.errors import require
-from trainer.data.permutation import FIRST_SOURCE, permutation
+from trainer.data.ordering.permutation import FIRST_SOURCE, permutation
 
 MAX_EPOCH_ROWS = 1 << 31
 """Rows of an epoch of a mix: 16 GiB of row numbers. Weights far from the sources' sizes get there unintended."""

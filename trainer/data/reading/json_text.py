@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.errors import UserError, require
-from trainer.data.byte_files import open_bytes, skip_bom
-from trainer.data.json_cursor import Cursor, Place
-from trainer.data.json_lines import JsonLinesFile, decode, kind
-from trainer.data.raw_rows import Position, RawRow, huge
+from trainer.data.reading.byte_files import open_bytes, skip_bom
+from trainer.data.reading.json_cursor import Cursor, Place
+from trainer.data.reading.json_lines import JsonLinesFile, decode, kind
+from trainer.data.reading.raw_rows import Position, RawRow, huge
 from trainer.data.rows import fail
 
 _TURNS = frozenset(("messages", "conversations", "conversation", "chosen", "rejected", "prompt", "completion", "tools"))

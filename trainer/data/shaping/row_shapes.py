@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.data import RowFormat
-from trainer.data.conversations import answered, conversation, exchanges, to_aside
 from trainer.data.rows import Example, Message, Row, fail
-from trainer.data.messages import exchange, openai_turns, sharegpt_turns
-from trainer.data.values import kind_of, says_nothing, shown, to_text, value_of
+from trainer.data.shaping.conversations import answered, conversation, exchanges, to_aside
+from trainer.data.shaping.messages import exchange, openai_turns, sharegpt_turns
+from trainer.data.shaping.values import kind_of, says_nothing, shown, to_text, value_of
 
 Names = dict[str, str]
 """Our fields -> the file's."""

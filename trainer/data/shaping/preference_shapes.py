@@ -9,7 +9,8 @@ included, is masked.
 from os.path import commonprefix
 from typing import Any
 
-from trainer.data.conversations import (
+from trainer.data.rows import Labelled, Message, Pair, Row, fail
+from trainer.data.shaping.conversations import (
     Aside,
     answered,
     conversation,
@@ -18,10 +19,9 @@ from trainer.data.conversations import (
     to_aside,
     with_system,
 )
-from trainer.data.row_shapes import Names, Shape
-from trainer.data.rows import Labelled, Message, Pair, Row, fail
-from trainer.data.messages import openai_turns
-from trainer.data.values import kind_of, shown, to_text, value_of
+from trainer.data.shaping.messages import openai_turns
+from trainer.data.shaping.row_shapes import Names, Shape
+from trainer.data.shaping.values import kind_of, shown, to_text, value_of
 
 _EQUAL = "so nothing is preferred; remove the row"
 

@@ -8,9 +8,9 @@ it, and `data.train_on=all` learns it too.
 from typing import Any, NamedTuple
 
 from trainer.data.rows import Message, Row, fail
-from trainer.data.tools import answer_call, open_calls, to_tools
-from trainer.data.messages import openai_turns
-from trainer.data.values import says_nothing, to_text, value_of
+from trainer.data.shaping.messages import openai_turns
+from trainer.data.shaping.tools import answer_call, open_calls, to_tools
+from trainer.data.shaping.values import says_nothing, to_text, value_of
 
 
 class Aside(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 from trainer.config.data import RowFormat
 from trainer.config.errors import UserError, require
-from trainer.data.conversations import Aside, conversation
-from trainer.data.row_shapes import SHAPES, Names, names_of_shape
 from trainer.data.rows import fail
-from trainer.data.messages import openai_turns
-from trainer.data.values import fields_of, plain
+from trainer.data.shaping.conversations import Aside, conversation
+from trainer.data.shaping.messages import openai_turns
+from trainer.data.shaping.row_shapes import SHAPES, Names, names_of_shape
+from trainer.data.shaping.values import fields_of, plain
 
 _CONVERSATIONS = ("messages", "conversations")
 """What files call a list of turns."""

@@ -18,13 +18,13 @@ from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import require
 from trainer.config.preference import Method
 from trainer.config.train import TrainConfig
-from trainer.data.chat import Renderer
 from trainer.data.dataset import column, open_table, trained_on
-from trainer.data.interleave import HeldOut
 from trainer.data.opening import OpenedSource, OpenedSources, open_sources
+from trainer.data.rendering.chat import Renderer
 from trainer.data.rows import BadRow, TokenRow
 from trainer.data.shown import marked
-from trainer.data.stream import StreamSteps
+from trainer.data.streams.interleave import HeldOut
+from trainer.data.streams.stream import StreamSteps
 from trainer.data.table import as_dataset
 from trainer.data.tokenizing import RowTokenizer
 

@@ -10,11 +10,11 @@ from typing import Any
 from trainer.config.data import RowFormat, SourceConfig
 from trainer.config.errors import require
 from trainer.config.preference import Method
-from trainer.data.first_row import detect, names_of
-from trainer.data.preference_shapes import LABELLED, PAIRS
-from trainer.data.row_shapes import SHAPES, Names, Shape, names_of_shape
 from trainer.data.rows import Example, fail
-from trainer.data.values import fields_of, plain, says_nothing, value_of
+from trainer.data.shaping.first_row import detect, names_of
+from trainer.data.shaping.preference_shapes import LABELLED, PAIRS
+from trainer.data.shaping.row_shapes import SHAPES, Names, Shape, names_of_shape
+from trainer.data.shaping.values import fields_of, plain, says_nothing, value_of
 
 
 @dataclass(frozen=True)
