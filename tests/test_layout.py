@@ -114,7 +114,7 @@ ALLOWED = {
         "trainer.optim",
     },
 }
-"""Module or folder -> what it may import of ours. prepare, prepare_data, prepare_weights, run, __main__, scripts/ may import all."""
+"""Module or folder -> what it may import of ours. prepare*, run, __main__, scripts/ may import all."""
 
 
 def modules() -> list[Path]:

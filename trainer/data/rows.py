@@ -103,6 +103,11 @@ class Labelled:
 Preference = Pair | Labelled
 Example = Row | Pair | Labelled
 
+TokenRow = dict[str, Any]
+"""A row of tokens; tokenizing.py says what is in it."""
+Tokenized = list[TokenRow] | BadRow
+"""What became of a source row."""
+
 
 def content_hash(example: Example) -> int:
     """63 bits (Arrow's int64 holds them) that are equal where two rows say the same, wherever they stand."""

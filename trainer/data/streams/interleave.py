@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.data import DataConfig, MixUntil, SourceConfig
 from trainer.config.errors import require
-from trainer.data.reading.readers import Position, RawRow, Reader
+from trainer.data.reading.raw_rows import Position, RawRow, Reader
 
 
 class HeldOut(NamedTuple):
@@ -26,11 +26,6 @@ class HeldOut(NamedTuple):
     """Each pass begins here."""
     rows: int
     """How many rows that leaves out; they count in `max_rows`."""
-
-
-class SourceRow(NamedTuple):
-    source: int
-    row: RawRow
 
 
 @dataclass
@@ -80,14 +75,14 @@ class Interleave:
         )
         return limit
 
-    def next_row(self) -> SourceRow | None:
-        """The next row; None when the epoch is over, whereupon the next call begins another.
+    def next_row(self) -> tuple[int, RawRow] | None:
+        """The next source's number and row; None when the epoch is over, whereupon the next call begins another.
 
         raises   UserError for a source without a row
         """
         while (source := self._choose()) is not None:
             if (row := self._read(source)) is not None:
-                return SourceRow(source, row)
+                return source, row
         self._places = [_Place() for _ in self._sources]
         self._rows.clear()
         self.epoch += 1

@@ -21,12 +21,12 @@ from trainer.config.train import TrainConfig
 from trainer.data.dataset import column, open_table, trained_on
 from trainer.data.opening import OpenedSource, OpenedSources, open_sources
 from trainer.data.rendering.chat import Renderer
-from trainer.data.rows import BadRow
+from trainer.data.rows import BadRow, TokenRow
 from trainer.data.shown import marked
 from trainer.data.streams.interleave import HeldOut
 from trainer.data.streams.stream import StreamSteps
 from trainer.data.table import as_dataset
-from trainer.data.tokenizing import RowTokenizer, TokenRow
+from trainer.data.tokenizing import RowTokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,12 @@ from accelerate.utils import gather_object
 
 from trainer.config.data import DataConfig
 from trainer.config.errors import UserError, require
-from trainer.data.reading.readers import Reader
-from trainer.data.rows import BadRow
+from trainer.data.reading.raw_rows import Reader
+from trainer.data.rows import BadRow, TokenRow
 from trainer.data.streams.interleave import HeldOut, Interleave
 from trainer.data.streams.windows import StreamReport, Window, Windows, sift
 from trainer.data.table import MAX_LISTED
 from trainer.data.tokenizer_pool import TokenizerPool, Tokenizing
-from trainer.data.tokenizing import TokenRow
 
 
 class StreamSteps:

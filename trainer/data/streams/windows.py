@@ -23,14 +23,15 @@ import numpy as np
 from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import UserError
 from trainer.data.loader import IGNORED, row_len
+from trainer.data.opening import HOPELESS_ROWS
 from trainer.data.ordering.grouping import group
 from trainer.data.ordering.packing import Units, pack, single
 from trainer.data.ordering.permutation import UNITS, permutation
-from trainer.data.rows import BadRow
-from trainer.data.streams.interleave import Interleave, SourceRow
-from trainer.data.table import HOPELESS_ROWS, LONG_ROW, MAX_LISTED
+from trainer.data.reading.raw_rows import RawRow
+from trainer.data.rows import BadRow, Tokenized, TokenRow
+from trainer.data.streams.interleave import Interleave
+from trainer.data.table import LONG_ROW, MAX_LISTED
 from trainer.data.tokenizer_pool import TokenizerPool
-from trainer.data.tokenizing import Tokenized, TokenRow
 
 _COUNTS = ("window", "in_epoch", "epochs", "units")
 _TOKENS = ("input_ids", "labels", "rejected_input_ids", "rejected_labels")
@@ -123,7 +124,7 @@ class Windows:
                 return Window(start, units, replace(self._report, bad=dict(self._report.bad)), bad)
         raise UserError(_hopeless(self._report, bad))
 
-    def _read(self) -> Iterator[SourceRow]:
+    def _read(self) -> Iterator[tuple[int, RawRow]]:
         """The raw rows of a window; none where an epoch turns out to be over, which is no window."""
         read = 0
         while read < self._config.shuffle_buffer:
