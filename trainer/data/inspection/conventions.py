@@ -1,0 +1,175 @@
+"""What the chat template and the tokenizer put around a row's own words, and whether a model can stop there.
+
+Nothing is known of any template by name: it is rendered with words of ours, and what stands before them and not before
+a later turn is what it adds by itself. A date is found by another clock.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.inspection.documents import Chunk, chunks
+from trainer.data.inspection.hashing import stretch_hashes
+from trainer.data.inspection.pieces import decode, special_ids
+
+MAX_ENDS = 8
+_WORDS = 3
+"""Fewer words than these, special tokens aside, are a marker (`### System:`) and no prompt."""
+_QUESTION, _ANSWER, _NEXT, _LAST, _SYSTEM = "zebra question", "walnut answer", "next matter", "last reply", "own rule"
+
+
+@dataclass
+class Conventions:
+    """Over all documents."""
+
+    documents: int = 0
+    added: str = ""
+    """What the template says before a conversation that has no system prompt."""
+    added_documents: int = 0
+    """Documents that begin with it."""
+    added_to_system: str = ""
+    """What it says before a conversation's own system prompt."""
+    has_date: bool = False
+    """Whether another day gives another text."""
+    bos: str | None = None
+    bos_expected: bool = False
+    """Whether the tokenizer begins a text with it by itself."""
+    bos_counts: dict[int, int] = field(default_factory=dict)
+    """How many BOS -> in how many documents."""
+    unknown: int = 0
+    """Tokens that say that the vocabulary has no token for what stood there."""
+    ends: dict[str, int] = field(default_factory=dict)
+    """The last token of what is learned in one go -> how often; the most frequent first."""
+    stretches: int = 0
+    """Of how many such ends."""
+    stopped: int = 0
+    """How many are tokens at which generation stops."""
+    end_stops: bool = True
+    """Whether generation stops at the most frequent one."""
+    stops: list[str] = field(default_factory=list)
+    """The tokens at which generation stops."""
+
+
+def count_conventions(
+    tables: Iterable[Dataset], tokenizer: PreTrainedTokenizerBase, stop_ids: Iterable[int]
+) -> Conventions:
+    """Look at every document, and at the template by itself.
+
+    stop_ids  at which the model's generation_config.json lets generation stop
+    """
+    found = Conventions(bos=tokenizer.bos_token)
+    added_ids = _describe_template(tokenizer, found)
+    found.bos_expected = tokenizer("x", verbose=False)["input_ids"][0] == tokenizer.bos_token_id
+    ends, bos = Counter[int](), Counter[int]()
+    for rows in tables:
+        for chunk in chunks(rows):
+            found.documents += len(chunk)
+            found.added_documents += _beginning_with(chunk, added_ids)
+            found.unknown += _unknown(chunk, tokenizer)
+            ends.update(_ends(chunk))
+            bos.update(_num_bos(chunk, tokenizer))
+    stops = set(stop_ids)
+    found.bos_counts = dict(sorted(bos.items()))
+    found.ends = {decode(tokenizer, [token]): count for token, count in ends.most_common(MAX_ENDS)}
+    found.stretches = ends.total()
+    found.stopped = sum(count for token, count in ends.items() if token in stops)
+    found.end_stops = not ends or ends.most_common(1)[0][0] in stops
+    found.stops = [decode(tokenizer, [token]) for token in sorted(stops)]
+    return found
+
+
+# ---- the template by itself
+
+
+def _describe_template(tokenizer: PreTrainedTokenizerBase, found: Conventions) -> list[int]:
+    """Writes what the template adds into `found`; returns the tokens of `added`."""
+    if not tokenizer.chat_template:
+        return []
+    turns = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant") * 2, (_QUESTION, _ANSWER, _NEXT, _LAST), strict=True)
+    ]
+    with_system = [{"role": "system", "content": _SYSTEM}, *turns]
+    found.has_date = any(
+        _render(tokenizer, given, "1") != _render(tokenizer, given, "2") for given in (turns, with_system)
+    )
+    ids = _before_first(tokenizer, _render(tokenizer, turns))
+    text = decode(tokenizer, ids)
+    if _says_something(text, tokenizer):
+        found.added = text
+    opening = _render(tokenizer, with_system).partition(_SYSTEM)
+    if opening[1] and _says_something(opening[0], tokenizer):
+        found.added_to_system = opening[0]
+    return ids if found.added else []
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], clock: str | None = None) -> str:
+    """What the template writes, with a clock that always says the same; empty where it refuses such turns."""
+    clocks: dict[str, Any] = {} if clock is None else {"strftime_now": lambda _: clock}
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **clocks)
+    except (TemplateError, ValueError, TypeError):
+        return ""
+
+
+def _before_first(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokens that stand before the first turn and not before a later one: BOS, a system prompt nobody wrote."""
+    if not all(words in text for words in (_QUESTION, _ANSWER, _NEXT)):
+        return []
+    first = tokenizer(text[: text.index(_QUESTION)], add_special_tokens=False)["input_ids"]
+    between = text[text.index(_ANSWER) + len(_ANSWER) : text.index(_NEXT)]
+    later = tokenizer(between, add_special_tokens=False)["input_ids"]
+    pairs = zip(first[::-1], later[::-1], strict=False)
+    shared = next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(later)))
+    return first[: len(first) - shared]
+
+
+def _says_something(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    for token in special_ids(tokenizer):
+        text = text.replace(decode(tokenizer, [token]), " ")
+    return len(re.findall(r"\w+", text)) >= _WORDS
+
+
+# ---- all documents
+
+
+def _beginning_with(chunk: Chunk, ids: list[int]) -> int:
+    if not ids:
+        return 0
+    starts = chunk.starts[:-1][chunk.lengths >= len(ids)]
+    wanted = stretch_hashes(np.array(ids, np.int32), np.array([0]), np.array([len(ids)]))
+    return int(np.count_nonzero(stretch_hashes(chunk.ids, starts, starts + len(ids)) == wanted))
+
+
+def _unknown(chunk: Chunk, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Some tokenizers use one token as the unknown and as another one: there nobody can tell."""
+    unknown = tokenizer.unk_token_id
+    others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return 0 if unknown is None or unknown in others else int(np.count_nonzero(chunk.ids == unknown))
+
+
+def _ends(chunk: Chunk) -> list[int]:
+    """The last token of every stretch that is learned in one go."""
+    goes_on = np.append(chunk.is_target[1:], False)
+    goes_on[chunk.starts[1:] - 1] = False
+    return chunk.ids[chunk.is_target & ~goes_on].tolist()
+
+
+def _num_bos(chunk: Chunk, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """[D]: each document's; where BOS also ends documents, those that it begins with."""
+    if tokenizer.bos_token_id is None:
+        return []
+    is_bos = chunk.ids == tokenizer.bos_token_id
+    if tokenizer.bos_token_id == tokenizer.eos_token_id:
+        seconds = np.minimum(chunk.starts[:-1] + 1, chunk.starts[1:] - 1)
+        first = is_bos[chunk.starts[:-1]]
+        return (first.astype(int) + (first & is_bos[seconds] & (chunk.lengths > 1))).tolist()
+    counts = np.concatenate([[0], np.cumsum(is_bos)])
+    return np.diff(counts[chunk.starts]).tolist()
