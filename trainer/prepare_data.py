@@ -6,7 +6,6 @@
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import STDIN
 from trainer.config.errors import require
 from trainer.config.schema import Config
-from trainer.data.dataset import load_data, row_lengths
+from trainer.data.dataset import load_data, row_lengths, trained_on
 from trainer.data.loader import BatchPlan
 from trainer.data.opening import OpenedSources, open_sources
 from trainer.data.order import RunOrder
-from trainer.data.readers import spool_stdin
 from trainer.data.rows import BadRow
+from trainer.data.stdin import spool_stdin
 from trainer.data.steps import Steps, TableSteps
-from trainer.data.streaming import load_stream
+from trainer.data.stream import StreamSteps
+from trainer.data.streaming import SAMPLE_ROWS, load_stream
+from trainer.data.table import as_dataset
 from trainer.sources.cache import cache_dir
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ class PreparedData:
     """Of what is trained on and held out."""
     sizes: list[int]
     """Rows of each source, in order."""
-    stream: Callable[[Accelerator], Steps] | None = None
-    """Makes the steps of streamed rows."""
+    stream: StreamSteps | None = None
+    """The steps of streamed rows."""
 
 
 def open_data(config: Config, accelerator: Accelerator) -> OpenedSources:
@@ -74,11 +75,10 @@ def prepare_data(
     """
     method = config.preference.method
     if config.data.streaming:
-        stream = load_stream(opened, config.data, method, tokenizer, config.seed)
-        rows = Dataset.from_list(stream.sample)
-        return PreparedData(
-            rows, stream.held_out, stream.sha256, [len(rows)], lambda _: stream.steps(config, accelerator)
-        )
+        stream = load_stream(config.data, method, tokenizer, config.seed, opened=opened)
+        steps = stream.steps(config.train, rank=accelerator.process_index, world_size=accelerator.num_processes)
+        rows = trained_on(as_dataset(steps.sample(SAMPLE_ROWS)))
+        return PreparedData(rows, stream.held_out, stream.sha256, [len(rows)], steps)
     data = load_data(config.data, method, tokenizer, config.seed, opened=opened)
     if accelerator.is_main_process and data.bad:
         list_bad_rows(data.bad, run_dir)
@@ -95,7 +95,7 @@ def list_bad_rows(bad: list[BadRow], run_dir: Path) -> None:
 def training_steps(data: PreparedData, config: Config, accelerator: Accelerator) -> Steps:
     """What each step trains on."""
     if data.stream is not None:
-        return data.stream(accelerator)
+        return data.stream
     train, settings = config.train, config.data
     ranks = accelerator.num_processes
     order = RunOrder(
@@ -119,4 +119,4 @@ def training_steps(data: PreparedData, config: Config, accelerator: Accelerator)
             "data     packed: %d rows in %d of %d tokens, %.1f %% full",
             *(len(data.rows), units, order.capacity, 100 * order.efficiency()),
         )
-    return TableSteps(data.rows, plan, accelerator.process_index)
+    return TableSteps(data.rows, plan, rank=accelerator.process_index)

@@ -30,7 +30,8 @@ from trainer.data.preference import with_mismatched
 from trainer.data.rows import BadRow, Example, content_hash
 from trainer.data.shown import marked
 from trainer.data.table import Report, Table, judge, read_table, write_table
-from trainer.data.tokenizing import RowTokenizer, tokenize_all
+from trainer.data.tokenizer_pool import tokenize_all
+from trainer.data.tokenizing import RowTokenizer
 from trainer.sources.cache import prepare_once
 
 logger = logging.getLogger(__name__)
@@ -106,8 +107,8 @@ def load_data(
     seen = np.concatenate([column(rows, "content") for rows in others])
     kept, copies = _without_copies(tables, kept, seen, names)
     parts = [_selected(table.rows, indices) for table, indices in zip(tables, kept, strict=False)]
-    held_out = _trained_on(concatenate_datasets(others))
-    train = _trained_on(concatenate_datasets(parts))
+    held_out = trained_on(concatenate_datasets(others))
+    train = trained_on(concatenate_datasets(parts))
     sha256 = _sha256(tables, kept, held_out)
     if method is Method.kto:
         limit = config.max_seq_len
@@ -127,7 +128,8 @@ def load_data(
     )
 
 
-def _trained_on(rows: Dataset) -> Dataset:
+def trained_on(rows: Dataset) -> Dataset:
+    """The columns that training reads."""
     return rows.select_columns([name for name in _TRAINED_ON if name in rows.column_names])
 
 
@@ -161,7 +163,7 @@ def _key(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTokenize
         "name": opened.reader.name,
         "max_rows": opened.source.max_rows,
         "max_row_bytes": config.max_row_bytes,
-        "shape": opened.shaper.fingerprint(),
+        "shape": [opened.shaper.shape.title, opened.shaper.names, opened.shaper.needed],
         "renderer": Renderer(tokenizer, config).fingerprint(),
         "code": _code_sha256(),
     }

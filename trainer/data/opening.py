@@ -48,7 +48,7 @@ def open_source(source: SourceConfig, config: DataConfig, method: Method, *, str
     raises  UserError where no row, or with data.on_bad_row=error the first, can be read
     """
     if source.source is DataSource.pydocs:
-        reader: Reader = ListReader("pydocs", pydocs_records(method, eval_rows=config.eval_rows)[0])
+        reader: Reader = _pydocs(config, method)[0]
     else:
         reader = open_reader(source, max_row_bytes=config.max_row_bytes, streaming=streaming)
     return OpenedSource(reader, _shaper(reader, source, config, method), source)
@@ -74,8 +74,14 @@ def _held_out_source(config: DataConfig, method: Method) -> OpenedSource | None:
     if [each.source for each in config.sources()] != [DataSource.pydocs]:
         return None
     source = SourceConfig(source=DataSource.pydocs)
-    reader = ListReader("pydocs", pydocs_records(method, eval_rows=config.eval_rows)[1])
+    reader = _pydocs(config, method)[1]
     return OpenedSource(reader, _shaper(reader, source, config, method), source)
+
+
+def _pydocs(config: DataConfig, method: Method) -> list[ListReader]:
+    """To train on, and held out."""
+    parts = pydocs_records(method, eval_rows=config.eval_rows)
+    return [ListReader("pydocs", [row for _, row in rows], [origin for origin, _ in rows]) for rows in parts]
 
 
 def read_examples(opened: OpenedSource) -> Iterator[Example]:

@@ -14,7 +14,7 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -39,7 +39,7 @@ _WRITE_ROWS = 1024
 _TOKENS = List(Value("int32"))
 _COLUMNS = {
     **dict.fromkeys(("input_ids", "labels", "rejected_input_ids", "rejected_labels"), _TOKENS),
-    **{"desirable": Value("bool"), "origin": Value("string"), "content": Value("uint64"), "row": Value("int64")},
+    **{"desirable": Value("bool"), "origin": Value("string"), "content": Value("int64"), "row": Value("int64")},
 }
 
 
@@ -97,7 +97,7 @@ class _Writing:
 
     def __init__(self, folder: Path, report: Report, config: DataConfig) -> None:
         self._folder, self._report, self._config = folder, report, config
-        self._digest, self._contents = hashlib.sha256(), array("Q")
+        self._digest, self._contents = hashlib.sha256(), array("q")
         self._bad = Counter[str]()
         self._bad_file = (folder / "bad.jsonl").open("w", encoding="utf-8")
         self._writer: ArrowWriter | None = None
@@ -148,8 +148,7 @@ class _Writing:
             return
         names = list(self._buffer[0])
         if self._writer is None:
-            features = Features({name: _COLUMNS[name] for name in names})
-            self._writer = ArrowWriter(path=str(self._folder / "rows.arrow"), features=features)
+            self._writer = ArrowWriter(path=str(self._folder / "rows.arrow"), features=_features(names))
         self._writer.write_batch({name: [row[name] for row in self._buffer] for name in names})
         self._buffer.clear()
 
@@ -162,6 +161,16 @@ class _Writing:
         self._report.duplicates = len(self._contents) - len(np.unique(np.asarray(self._contents)))
         report = {**asdict(self._report), "sha256": self._digest.hexdigest()}
         (self._folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def as_dataset(rows: Sequence[TokenRow]) -> Dataset:
+    """Rows of tokens in memory, with a table's columns and types; one row at least."""
+    names = [name for name in _COLUMNS if name in rows[0]]
+    return Dataset.from_dict({name: [row[name] for row in rows] for name in names}, features=_features(names))
+
+
+def _features(names: Iterable[str]) -> Features:
+    return Features({name: _COLUMNS[name] for name in names})
 
 
 def read_table(folder: Path) -> Table:

@@ -1,16 +1,11 @@
 """Raw rows of one source to rows of tokens: parse, shape, render. What a worker process runs.
 
 Between readers.py and table.py or stream.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int),
-`origin` (str), `content` (64 bits, equal where two source rows say the same), `truncated` (tokens cut off), for pairs
+`origin` (str), `content` (63 bits, equal where two source rows say the same), `truncated` (tokens cut off), for pairs
 also `rejected_input_ids` and `rejected_labels`, for labelled answers `desirable`. A source row may become several of
 them: a conversation whose template rewrites history, a long text.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from itertools import islice
-from multiprocessing import get_context
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,36 +13,25 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import DataConfig
 from trainer.data.chat import Renderer, TokenizedRow
 from trainer.data.readers import RawRow, Reader
-from trainer.data.rows import BadRow, Example, Labelled, Pair, content_hash, fail
+from trainer.data.rows import BadRow, Example, Labelled, Pair, Row, content_hash, fail
 from trainer.data.shapes import Shaper
-
-CHUNK_ROWS = 256
-"""Raw rows that travel to a worker at a time."""
 
 TokenRow = dict[str, Any]
 Tokenized = list[TokenRow] | BadRow
 """What became of a source row."""
 
 
-class RowTokenizer:
-    """Tokenizes the rows of one source; pickled into worker processes."""
+class ExampleTokenizer:
+    """Rows, pairs and labelled answers to rows of tokens."""
 
-    def __init__(self, reader: Reader, shaper: Shaper, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
-        self._reader, self._shaper, self._renderer = reader, shaper, Renderer(tokenizer, config)
-        self._max_seq_len = config.max_seq_len
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+        self._renderer, self._max_seq_len = Renderer(tokenizer, config), config.max_seq_len
 
-    def __call__(self, raw: RawRow) -> Tokenized:
-        """The rows of tokens that a raw row gives, one at least, or what is wrong with it."""
-        try:
-            example = self._shaper.row(self._reader.parse(raw), raw.where)
-            return self._tokenize(example)
-        except BadRow as fault:
-            return fault
+    def __call__(self, example: Example) -> list[TokenRow]:
+        """One row of tokens at least.
 
-    def chunk(self, rows: Sequence[RawRow]) -> list[Tokenized]:
-        return [self(row) for row in rows]
-
-    def _tokenize(self, example: Example) -> list[TokenRow]:
+        raises  BadRow where a target, an answer or a template is missing
+        """
         content = content_hash(example)
         match example:
             case Pair():
@@ -72,7 +56,7 @@ class RowTokenizer:
         columns["truncated"] += columns.pop("rejected_truncated")
         return columns
 
-    def _only(self, row: Any, what: str) -> TokenizedRow:
+    def _only(self, row: Row, what: str) -> TokenizedRow:
         """The one row of tokens that an answer is compared by."""
         parts = self._renderer.tokenize(row)
         if len(parts) > 1:
@@ -85,37 +69,19 @@ class RowTokenizer:
         return parts[0]
 
 
+class RowTokenizer:
+    """Raw rows of one source to rows of tokens; pickled into worker processes."""
+
+    def __init__(self, reader: Reader, shaper: Shaper, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+        self._reader, self._shaper, self._tokenize = reader, shaper, ExampleTokenizer(tokenizer, config)
+
+    def __call__(self, raw: RawRow) -> Tokenized:
+        """The rows of tokens that a raw row gives, one at least, or what is wrong with it."""
+        try:
+            return self._tokenize(self._shaper.row(self._reader.parse(raw), raw.where))
+        except BadRow as fault:
+            return fault
+
+
 def _columns(row: TokenizedRow, prefix: str = "") -> TokenRow:
     return {f"{prefix}{name}": getattr(row, name) for name in ("input_ids", "labels", "truncated")}
-
-
-def tokenize_all(tokenizer: RowTokenizer, rows: Iterable[RawRow], *, num_workers: int) -> Iterator[Tokenized]:
-    """What becomes of each raw row, in their order, which does not depend on the number of workers.
-
-    num_workers  processes; 0 for this one. At most a few chunks are under way: memory stays flat
-    """
-    if not num_workers:
-        yield from map(tokenizer, rows)
-        return
-    rows = iter(rows)
-    with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker, (tokenizer,)) as pool:
-        under_way: deque[Future[list[Tokenized]]] = deque()
-        while True:
-            while len(under_way) < 2 * num_workers and (chunk := list(islice(rows, CHUNK_ROWS))):
-                under_way.append(pool.submit(_tokenize_chunk, chunk))
-            if not under_way:
-                return
-            yield from under_way.popleft().result()
-
-
-_worker: RowTokenizer | None = None
-
-
-def _start_worker(tokenizer: RowTokenizer) -> None:
-    global _worker
-    _worker = tokenizer
-
-
-def _tokenize_chunk(rows: list[RawRow]) -> list[Tokenized]:
-    assert _worker is not None
-    return _worker.chunk(rows)

@@ -65,7 +65,7 @@ def _prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[st
 
 def _last_said(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """The last text between special tokens, the one before the answer's header where there are several."""
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     stretches = [list(group) for is_special, group in groupby(ids, special.__contains__) if not is_special]
     texts = [text for text in (tokenizer.decode(stretch).strip() for stretch in stretches) if text]
     return texts[-2] if len(texts) > 1 else "".join(texts)

@@ -1,0 +1,137 @@
+"""Raw rows of several sources to rows of tokens, in this process or in workers that live as long as the pool.
+
+The rows and their order do not depend on the number of workers. At most a few chunks are under way, so that memory does
+not grow with the file. Token ids come as int32 arrays: from another process lists would take longer to unpack than
+their rows to tokenize, and a window of them nine times the memory.
+
+Workers never outlive this process: an interrupt is this process's to answer, and whatever ends it ends them.
+"""
+
+import logging
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from multiprocessing import connection, get_context, parent_process
+from typing import Protocol
+
+import numpy as np
+
+from trainer.data.interleave import SourceRow
+from trainer.data.readers import RawRow
+from trainer.data.rows import BadRow
+from trainer.data.tokenizing import Tokenized, TokenRow
+
+CHUNK_ROWS = 256
+"""Raw rows that travel to a worker at a time."""
+
+logger = logging.getLogger(__name__)
+
+
+class Tokenizing(Protocol):
+    """As `RowTokenizer`: what becomes of a raw row. It can be pickled."""
+
+    def __call__(self, raw: RawRow, /) -> Tokenized: ...
+
+
+class TokenizerPool:
+    """Tokenizes rows of several sources; `close` it, or use it in a `with` statement."""
+
+    def __init__(self, tokenizers: Sequence[Tokenizing], *, num_workers: int) -> None:
+        """tokenizers: one a source; num_workers: processes, 0 for this one"""
+        self._tokenizers, self._num_workers = tuple(tokenizers), num_workers
+        self._workers: ProcessPoolExecutor | None = None
+        if num_workers:
+            start = (_start_worker, (self._tokenizers,))
+            self._workers = ProcessPoolExecutor(num_workers, get_context("spawn"), *start)
+
+    def tokenize(self, rows: Iterable[SourceRow]) -> Iterator[Tokenized]:
+        """What becomes of each row, in their order; `input_ids` and `labels` are [T] int32 arrays."""
+        if self._workers is None:
+            yield from (_tokenize(self._tokenizers, row) for row in rows)
+            return
+        rows = iter(rows)
+        under_way: deque[tuple[list[SourceRow], Future[list[Tokenized]] | None]] = deque()
+        try:
+            while True:
+                while len(under_way) < 2 * self._num_workers and (chunk := list(islice(rows, CHUNK_ROWS))):
+                    under_way.append((chunk, self._submit(chunk)))
+                if not under_way:
+                    return
+                yield from self._result(*under_way.popleft())
+        finally:
+            for _, future in under_way:
+                if future is not None:
+                    future.cancel()
+
+    def _submit(self, chunk: list[SourceRow]) -> Future[list[Tokenized]] | None:
+        try:
+            return self._workers.submit(_tokenize_chunk, chunk) if self._workers is not None else None
+        except BrokenProcessPool:
+            return None
+
+    def _result(self, chunk: list[SourceRow], future: Future[list[Tokenized]] | None) -> list[Tokenized]:
+        """A chunk's rows; of this process where the workers are gone, for they are the same."""
+        try:
+            if future is not None:
+                return future.result()
+        except BrokenProcessPool:
+            if self._workers is not None:
+                logger.warning("a data worker was ended from outside (short of memory?); this process tokenizes alone")
+                self.close()
+        return [_tokenize(self._tokenizers, row) for row in chunk]
+
+    def close(self) -> None:
+        """End the workers; those at work end with their chunk."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> "TokenizerPool":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def tokenize_all(tokenizer: Tokenizing, rows: Iterable[RawRow], *, num_workers: int) -> Iterator[Tokenized]:
+    """What becomes of each row of one source; see `TokenizerPool`."""
+    with TokenizerPool([tokenizer], num_workers=num_workers) as pool:
+        yield from pool.tokenize(SourceRow(0, row) for row in rows)
+
+
+def _tokenize(tokenizers: Sequence[Tokenizing], row: SourceRow) -> Tokenized:
+    result = tokenizers[row.source](row.row)
+    return result if isinstance(result, BadRow) else [_compact(part) for part in result]
+
+
+def _compact(row: TokenRow) -> TokenRow:
+    return {key: np.asarray(value, np.int32) if isinstance(value, list) else value for key, value in row.items()}
+
+
+# ---- in a worker
+
+_tokenizers: Sequence[Tokenizing] = ()
+
+
+def _start_worker(tokenizers: Sequence[Tokenizing]) -> None:
+    global _tokenizers
+    _tokenizers = tokenizers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    # A worker holds both ends of the pipe that it reads, so it would wait for a killed parent forever.
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _tokenize_chunk(rows: list[SourceRow]) -> list[Tokenized]:
+    return [_tokenize(_tokenizers, row) for row in rows]
