@@ -15,7 +15,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.inspection.documents import Chunk, chunks
+from trainer.data.inspection.chunks import Chunk, chunks
 from trainer.data.inspection.pieces import decode, special_ids
 
 REPLACEMENT = "\ufffd"

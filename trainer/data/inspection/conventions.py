@@ -15,7 +15,7 @@ from datasets import Dataset
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.inspection.documents import Chunk, chunks
+from trainer.data.inspection.chunks import Chunk, chunks
 from trainer.data.inspection.hashing import stretch_hashes
 from trainer.data.inspection.pieces import decode, special_ids
 

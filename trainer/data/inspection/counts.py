@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from trainer.data.inspection.documents import chunks, document_lengths, origins, sides
+from trainer.data.inspection.chunks import chunks, document_lengths, origins, sides
 from trainer.data.inspection.hashing import document_hashes
 
 PERCENTILES = (1, 25, 50, 75, 90, 95, 99)

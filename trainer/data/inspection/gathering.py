@@ -1,6 +1,9 @@
 """A run's rows as it would train on them, and what it would leave out or refuse; nothing here stops at a bad row."""
 
 from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
@@ -11,12 +14,15 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import UserError
 from trainer.config.preference import Method
-from trainer.data.dataset import load_data, open_table
+from trainer.data.dataset import column, load_data, open_table, trained_on
+from trainer.data.inspection.chunks import origins
 from trainer.data.inspection.counts import row_hashes
-from trainer.data.inspection.documents import origins
-from trainer.data.opening import OpenedSources, open_sources
+from trainer.data.opening import OpenedSource, OpenedSources, open_sources
 from trainer.data.rows import BadRow
-from trainer.data.table import Report, Table, judge
+from trainer.data.streaming import load_stream
+from trainer.data.table import Report, Table, judge, read_table, write_table
+from trainer.data.tokenizer_pool import tokenize_all
+from trainer.data.tokenizing import RowTokenizer
 
 MAX_LISTED = 100
 
@@ -31,72 +37,129 @@ class Gathered:
     """Rows of `train` that are each source's, in order."""
     names: list[str]
     """Of the sources, in order."""
+    held_out_names: list[str]
+    """The source of each row of `held_out`."""
     reports: dict[str, Report]
     """By name; the last one of what is held out, where that is a source of its own."""
     bad: list[BadRow]
-    copies: int
-    """Training rows that were dropped, for a held-out row says the same."""
-    copied: list[str]
+    copies: int = 0
+    """Training rows that are dropped, for a held-out row says the same."""
+    copied: tuple[str, ...] = ()
     """The first of their places."""
-    refusals: list[str]
+    refusals: tuple[str, ...] = ()
     """What training would stop at."""
+    first_rows: int | None = None
+    """Of a stream: so many source rows of each source were looked at, and no more."""
 
 
 def gather(config: DataConfig, method: Method, tokenizer: PreTrainedTokenizerBase, seed: int) -> Gathered:
     """Tokenize what `config` names, or map what a run tokenized before.
 
-    config  of a stream, the first `shuffle_buffer` rows of each source are taken
+    config  of a stream, the first `shuffle_buffer` rows of each source are taken, and nothing is kept on disk
     seed    chooses the held-out rows
     raises  UserError where a source cannot be opened or has no row that is one
     """
     lenient = replace(config, on_bad_row=OnBadRow.skip)
     opened = open_sources(lenient, method)
     if config.streaming:
-        opened = _first_rows(opened, config.shuffle_buffer)
-        lenient = replace(lenient, streaming=False)
-    tables = {each.reader.name: open_table(each, lenient, tokenizer) for each in opened.train}
-    refusals = [text for name, table in tables.items() if (text := _refusal(table, name, config))]
+        return _of_streams(opened, config, lenient, method, tokenizer, seed)
+    tables = [open_table(each, lenient, tokenizer) for each in opened.train]
     names = [each.reader.name for each in opened.train]
+    refusals = _refusals(tables, names, config)
     try:
         data = load_data(lenient, method, tokenizer, seed, opened=opened)
     except UserError as error:
-        return _all_rows(tables, names, [*refusals, str(error)])
-    copied = _copied(list(tables.values()), data.train, data.held_out) if data.copies else []
-    return Gathered(data.train, data.held_out, data.sizes, names, data.reports, data.bad, data.copies, copied, refusals)
+        return _all_rows(tables, names, (*refusals, str(error)))
+    copied = _copied(tables, data.train, data.held_out) if data.copies else ()
+    held_out_names = _names_of(data.held_out, tables, names, list(data.reports)[-1])
+    return Gathered(
+        *(data.train, data.held_out, data.sizes, names, held_out_names, data.reports, data.bad),
+        *(data.copies, copied, refusals),
+    )
 
 
-def _first_rows(opened: OpenedSources, limit: int) -> OpenedSources:
-    train = [
-        replace(each, source=replace(each.source, max_rows=min(limit, each.source.max_rows or limit)))
-        for each in opened.train
-    ]
-    return replace(opened, train=train)
+def _refusals(tables: list[Table], names: list[str], config: DataConfig) -> tuple[str, ...]:
+    found = []
+    for table, name in zip(tables, names, strict=True):
+        try:
+            judge(table, name, config)
+        except UserError as error:
+            found.append(str(error))
+    return tuple(found)
 
 
-def _refusal(table: Table, name: str, config: DataConfig) -> str | None:
-    try:
-        judge(table, name, config)
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def _all_rows(tables: dict[str, Table], names: list[str], refusals: list[str]) -> Gathered:
+def _all_rows(tables: list[Table], names: list[str], refusals: tuple[str, ...]) -> Gathered:
     """Rows that no run takes: too few, or all of them copies of what is held out."""
-    train = concatenate_datasets([tables[name].rows for name in names])
-    reports = {name: table.report for name, table in tables.items()}
-    bad = [fault for table in tables.values() for fault in table.bad]
-    sizes = [len(tables[name].rows) for name in names]
-    return Gathered(train, train.select([]), sizes, names, reports, bad, 0, [], refusals)
+    train = concatenate_datasets([table.rows for table in tables])
+    reports = {name: table.report for name, table in zip(names, tables, strict=True)}
+    bad = [fault for table in tables for fault in table.bad]
+    sizes = [len(table.rows) for table in tables]
+    return Gathered(train, train.select([]), sizes, names, [], reports, bad, refusals=refusals)
 
 
-def _copied(tables: list[Table], train: Dataset, held_out: Dataset) -> list[str]:
+def _names_of(held_out: Dataset, tables: list[Table], names: list[str], other: str) -> list[str]:
+    """The source of each held-out row; `other` where it is in none of the tables."""
+    places = pa.array(held_out["origin"][:])
+    found = np.full(len(held_out), other, dtype=object)
+    for table, name in zip(tables, names, strict=True):
+        is_here = pc.is_in(places, value_set=_origins(table.rows)).to_numpy(zero_copy_only=False)
+        found[is_here] = name
+    return found.tolist()
+
+
+def _copied(tables: list[Table], train: Dataset, held_out: Dataset) -> tuple[str, ...]:
     """Places of rows that equal a held-out row and are neither held out nor trained on."""
-    seen, held = row_hashes(held_out), set(held_out["origin"][:])
+    seen, others = row_hashes(held_out), set(held_out["origin"][:])
     found: list[str] = []
     for table in tables:
         places = np.flatnonzero(np.isin(row_hashes(table.rows), seen))
-        found += [origin for origin in origins(table.rows, places) if origin not in held]
-    kept = train.with_format("arrow").select_columns(["origin"])[:]["origin"]
-    trained = pc.is_in(pa.array(found), value_set=kept.combine_chunks()).to_pylist() if found else []
-    return [origin for origin, is_trained in zip(found, trained, strict=True) if not is_trained][:MAX_LISTED]
+        found += [origin for origin in origins(table.rows, places) if origin not in others]
+    is_trained = pc.is_in(pa.array(found, pa.string()), value_set=_origins(train)).to_pylist()
+    return tuple(origin for origin, trained in zip(found, is_trained, strict=True) if not trained)[:MAX_LISTED]
+
+
+def _origins(rows: Dataset) -> pa.Array:
+    whole = rows.with_format("arrow").select_columns(["origin"])[:]["origin"]
+    return whole.combine_chunks() if isinstance(whole, pa.ChunkedArray) else whole
+
+
+# ---- streams
+
+
+def _of_streams(
+    opened: OpenedSources,
+    config: DataConfig,
+    lenient: DataConfig,
+    method: Method,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+) -> Gathered:
+    tables = [_first_rows(each, lenient, tokenizer) for each in opened.train]
+    names = [each.reader.name for each in opened.train]
+    refusals = _refusals(tables, names, config)
+    stream = load_stream(lenient, method, tokenizer, seed, opened=opened)
+    held = set(stream.held_out["origin"][:])
+    parts, copied = [], []
+    for table in tables:
+        is_seen = np.isin(column(table.rows, "content"), list(stream.held_out_contents))
+        parts.append(trained_on(table.rows.select(np.flatnonzero(~is_seen))))
+        copied += [place for place in origins(table.rows, np.flatnonzero(is_seen)) if place not in held]
+    other = names[0] if opened.held_out is None else f"{opened.held_out.reader.name} (held out)"
+    return Gathered(
+        *(concatenate_datasets(parts), stream.held_out, [len(part) for part in parts], names),
+        _names_of(stream.held_out, tables, names, other),
+        {name: table.report for name, table in zip(names, tables, strict=True)},
+        [fault for table in tables for fault in table.bad],
+        *(len(copied), tuple(copied[:MAX_LISTED]), refusals, config.shuffle_buffer),
+    )
+
+
+def _first_rows(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Table:
+    """The table of a stream's beginning. Its file is removed at once; it stays mapped as long as it is looked at."""
+    limit = min(config.shuffle_buffer, opened.source.max_rows or config.shuffle_buffer)
+    rows = islice(opened.reader.raw(), limit)
+    row_tokenizer = RowTokenizer(opened.reader, opened.shaper, tokenizer, config)
+    with TemporaryDirectory() as folder:
+        tokenized = tokenize_all(row_tokenizer, rows, num_workers=config.num_workers)
+        write_table(Path(folder), tokenized, opened.shaper.description, config)
+        return read_table(Path(folder))

@@ -7,7 +7,7 @@ weak on regular sequences of small numbers.
 
 import numpy as np
 
-from trainer.data.inspection.documents import Chunk
+from trainer.data.inspection.chunks import Chunk
 
 BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(BASE, -1, 1 << 64)

@@ -1,8 +1,8 @@
 """What a run trains on that it is also held to.
 
-Three kinds, from the plain to the hidden: the held-out row itself, its prompt with another answer, and a long run of its
-tokens inside another row. Copies are dropped before training (dataset.py); the others are only told. A run that stands
-in many training rows is a shared instruction and no leak; it is told apart.
+Three kinds, from the plain to the hidden: the held-out row itself, its prompt with another answer, and a long run of
+its tokens inside another row. Copies are dropped before training (dataset.py); the others are only told. A run that
+stands in many training rows is a shared instruction and no leak; it is told apart.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from trainer.data.inspection.documents import chunks, origins
+from trainer.data.inspection.chunks import chunks, origins
 from trainer.data.inspection.hashing import prompt_hashes, run_hashes
 
 RUN_LEN = 50

@@ -5,8 +5,10 @@ word stands before it. So tokens are decoded behind the piece before them, and t
 themselves are joined to one piece.
 """
 
+import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -71,3 +73,33 @@ class Cutter:
         """What `ids` add to the text that they stand behind."""
         context, whole = self._decode(before) if before else "", self._decode((*before, *ids))
         return whole[len(context) :] if whole.startswith(context) else self._decode(ids)
+
+
+def visible(text: str) -> str:
+    """Text whose invisible characters can be seen: `‹U+202E›` for one that turns the line around.
+
+    Newlines, tabs and the joiners that emoji and some scripts are written with stay; a terminal's commands do not.
+    """
+    return "".join(char if _is_shown(char) else f"‹U+{ord(char):04X}›" for char in text)
+
+
+def _is_shown(char: str) -> bool:
+    return char in _WRITTEN or unicodedata.category(char) not in _INVISIBLE
+
+
+_WRITTEN = "\n\t\u200c\u200d"
+_INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+
+
+def shortened(pieces: Sequence[Piece], *, max_tokens: int) -> list[Piece | int]:
+    """Pieces without the middles of long stretches; a number says how many tokens are not shown there."""
+    groups = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.is_target)]
+    limit = max(20, max_tokens // max(1, len(groups)))
+    done: list[Piece | int] = []
+    for group in groups:
+        if len(group) <= limit:
+            done += group
+            continue
+        hidden = group[limit // 2 : len(group) - limit // 2]
+        done += [*group[: limit // 2], sum(len(piece.ids) for piece in hidden), *group[len(group) - limit // 2 :]]
+    return done
