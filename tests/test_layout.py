@@ -80,7 +80,8 @@ ALLOWED = {
     "trainer.distillation": {
         *("trainer.config", "trainer.qat", "trainer.kernels", "trainer.objective", "trainer.teacher_cache"),
     },
-    "trainer.data": {"trainer.data", "trainer.config"},
+    "trainer.chat_messages": set(),
+    "trainer.data": {"trainer.chat_messages", "trainer.data", "trainer.config"},
     "trainer.optim": {"trainer.config"},
     "trainer.master_weights": {"trainer.config", "trainer.optim"},
     "trainer.metrics": {"trainer.config"},
@@ -91,8 +92,8 @@ ALLOWED = {
         *("trainer.quant_plan", "trainer.quantizer", "trainer.vocabulary"),
     },
     "trainer.serve": {
-        *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.export", "trainer.formats"),
-        *("trainer.kernels", "trainer.linear", "trainer.lora", "trainer.model", "trainer.qat"),
+        *("trainer.architecture", "trainer.chat_messages", "trainer.compose", "trainer.config", "trainer.export"),
+        *("trainer.formats", "trainer.kernels", "trainer.linear", "trainer.lora", "trainer.model", "trainer.qat"),
         *("trainer.quantizer", "trainer.resident", "trainer.serve", "trainer.settings", "trainer.vocabulary"),
     },
     "trainer.evaluate": {

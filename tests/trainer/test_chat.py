@@ -9,10 +9,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from trainer.config.data import ColumnsConfig
+from trainer.config.data import ColumnsConfig, DataConfig, OnLongRow, RewrittenHistory
 from trainer.config.errors import UserError
-from trainer.data.chat import tokenize, tokenize_rows
+from trainer.data.chat import Renderer, tokenize, tokenize_rows
 from trainer.data.formats import Row, read_jsonl
+from trainer.data.long_rows import TokenizedRow
+from trainer.serve.http.chat import render_chat
+from trainer.serve.http.protocol import ChatFields
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -49,6 +52,9 @@ NO_END = "{% for message in messages %}\n### {{ message['role'] }}: {{ message['
 FOR_GOOD = "{% for message in messages %}{{ message['role'] }}<|im_end|>{% endfor %}"
 
 
+CUT = {"on_long_row": OnLongRow.truncate}
+
+
 def toy(template: str | None, *, adds_bos: bool = False, **special: str) -> PreTrainedTokenizerFast:
     """One token a byte, but "\\n\\n" and "model\\n", which merge as they do in real vocabularies."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -76,8 +82,13 @@ def chat(*contents: str, system: str | None = None) -> Row:
 
 def learned(row: Row, tokenizer: PreTrainedTokenizerFast, max_seq_len: int = 4096) -> list[str]:
     """The stretches of targets, as text."""
-    done = tokenize(row, tokenizer, max_seq_len=max_seq_len)
-    assert len(done.input_ids) == len(done.labels) <= max_seq_len
+    done = tokenize(row, tokenizer, max_seq_len=max_seq_len, **CUT)
+    assert len(done.input_ids) <= max_seq_len
+    return targets(done, tokenizer)
+
+
+def targets(done: TokenizedRow, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    assert len(done.input_ids) == len(done.labels)
     assert all(label in (-100, token_id) for token_id, label in zip(done.input_ids, done.labels, strict=True))
     stretches: list[list[int]] = [[]]
     for label in done.labels:
@@ -86,6 +97,11 @@ def learned(row: Row, tokenizer: PreTrainedTokenizerFast, max_seq_len: int = 409
         elif stretches[-1]:
             stretches.append([])
     return [tokenizer.decode(ids) for ids in stretches if ids]
+
+
+def served(messages: list[dict], tokenizer: PreTrainedTokenizerFast, tools: list[dict] | None = None) -> list[int]:
+    """The prompt that the server makes."""
+    return render_chat(tokenizer, ChatFields(messages=messages, tools=tools))
 
 
 @pytest.mark.parametrize(
@@ -143,11 +159,21 @@ def test_header_that_merges_with_its_newline() -> None:
 
 
 def test_answer_that_merges_with_the_header() -> None:
-    # "assistant\n" + "\nYes" holds one token "\n\n": half template, never generated behind the prompt, not learned.
+    # "assistant\n" + "\nYes" holds one token "\n\n", which is half template and never generated behind the prompt. So
+    # the turn gets a row of its own, with the prompt's tokens as served; for the turn after it, it is history.
     tokenizer = toy(CHATML)
-    done = tokenize(chat("a?", "\nYes"), tokenizer, max_seq_len=99)
-    assert "ĊĊ" in tokenizer.convert_ids_to_tokens(done.input_ids)
-    assert learned(chat("a?", "\nYes", "b?", "No"), tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
+    assert learned(chat("a?", "\nYes"), tokenizer) == ["\nYes<|im_end|>"]
+    rows = Renderer(tokenizer, DataConfig(max_seq_len=99)).tokenize(chat("a?", "\nYes", "b?", "No"))
+    assert [row.origin for row in rows] == ["train.jsonl:12", "train.jsonl:12 turn 1"]
+    assert [targets(row, tokenizer) for row in rows] == [["No<|im_end|>"], ["\nYes<|im_end|>"]]
+    assert ["ĊĊ" in tokenizer.convert_ids_to_tokens(row.input_ids) for row in rows] == [True, False]
+    for row, num_turns in zip(rows, (3, 1), strict=True):
+        prompt = served(chat("a?", "\nYes", "b?", "No").messages[:num_turns], tokenizer)
+        assert row.input_ids[: len(prompt)] == prompt and set(row.labels[: len(prompt)]) == {-100}
+    (row,) = Renderer(tokenizer, DataConfig(max_seq_len=99, rewritten_history=RewrittenHistory.error)).tokenize(
+        chat("a?", "\nYes", "b?", "No")
+    )
+    assert targets(row, tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
 
 
 def test_empty_thought_is_learned_in_the_last_turn() -> None:
@@ -158,7 +184,7 @@ def test_template_that_rewrites_history_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"train\.jsonl:12: the chat template rewrites history: turn 1 .* one assistant turn"
     ):
-        tokenize(chat("a?", "b", "c?", "d"), toy(THINKING), max_seq_len=99)
+        tokenize(chat("a?", "b", "c?", "d"), toy(THINKING), max_seq_len=99, rewritten_history=RewrittenHistory.error)
 
 
 def test_template_with_another_generation_prompt_is_refused() -> None:
@@ -230,7 +256,7 @@ def test_cut_at_the_end() -> None:
     row, tokenizer = chat("a?", "0123456789"), toy(CHATML)
     whole = tokenize(row, tokenizer, max_seq_len=99)
     first = next(index for index, label in enumerate(whole.labels) if label != -100)
-    done = tokenize(row, tokenizer, max_seq_len=first + 3)
+    done = tokenize(row, tokenizer, max_seq_len=first + 3, **CUT)
     assert done.input_ids == whole.input_ids[: first + 3] and done.labels == whole.labels[: first + 3]
     assert done.truncated == len(whole.input_ids) - first - 3 and whole.truncated == 0
     assert learned(row, tokenizer, first + 1) == ["0"]
@@ -239,9 +265,9 @@ def test_cut_at_the_end() -> None:
     )
     message = rf"train\.jsonl:12: no target token is left: the row {lengths} .* to at least {first + 1},"
     with pytest.raises(UserError, match=message):
-        tokenize(row, tokenizer, max_seq_len=10)
+        tokenize(row, tokenizer, max_seq_len=10, **CUT)
     with pytest.raises(UserError, match=f"max_seq_len={first} "):
-        tokenize(row, tokenizer, max_seq_len=first)
+        tokenize(row, tokenizer, max_seq_len=first, **CUT)
 
 
 def test_long_conversation_keeps_the_turns_that_fit() -> None:
@@ -250,9 +276,9 @@ def test_long_conversation_keeps_the_turns_that_fit() -> None:
 
 
 def test_text_of_one_token_has_no_target() -> None:
-    # Position 0 is all that is left, and nothing predicts it.
-    with pytest.raises(UserError, match="no target token is left"):
-        tokenize(Row(None, "x", "train.jsonl:12"), toy(None), max_seq_len=1)
+    # EOS at position 0 is all there is, and nothing predicts it.
+    with pytest.raises(UserError, match="no target token is left: the row has 1 tokens"):
+        tokenize(Row(None, "", "train.jsonl:12"), toy(None), max_seq_len=8)
 
 
 def test_table_and_its_log_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -268,7 +294,7 @@ def test_table_and_its_log_line(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["2 rows: 39 tokens, 16 of them targets; 0 rows cut to data.max_seq_len=50"]
     caplog.clear()
     with caplog.at_level(logging.INFO, "trainer"):
-        tokenize_rows(rows, tokenizer, 30)
+        tokenize_rows(rows, tokenizer, 30, **CUT)
     # Three tokens are gone: the newline, which is no target, the end of turn and the tenth digit.
     assert caplog.messages == ["2 rows: 36 tokens, 14 of them targets; 1 rows cut to data.max_seq_len=30"]
 
@@ -276,7 +302,7 @@ def test_table_and_its_log_line(caplog: pytest.LogCaptureFixture) -> None:
 def test_faults_are_counted() -> None:
     rows = [chat("a?", "b"), chat("long " * 20, "b"), chat("long " * 20, "b"), chat("long " * 20, "b")]
     with pytest.raises(UserError, match=r"no target token is left.*\(2 more of 4 rows are refused too\)"):
-        tokenize_rows(rows, toy(CHATML), 64)
+        tokenize_rows(rows, toy(CHATML), 64, **CUT)
 
 
 def test_changed_template_is_seen_at_once() -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trainer.config.data import ColumnsConfig, DataConfig, DataSource
+from trainer.config.data import ColumnsConfig, DataConfig, DataSource, OnLongRow
 from trainer.config.errors import UserError
 from trainer.config.model import ModelConfig, ModelSource
 from trainer.config.preference import Method
@@ -131,9 +131,9 @@ def test_a_cut_never_takes_the_whole_answer_or_the_difference(read, tokenizer):
     (pair,) = read({**PAIR, "chosen": "The same and A", "rejected": "The same and B"})
     length = len(tokenize_preferences([pair], tokenizer, 512, donors=[])[0]["input_ids"])
     with pytest.raises(UserError, match=r"rows.jsonl:1: no target token is left"):
-        tokenize_preferences([pair], tokenizer, length - 16, donors=[])
+        tokenize_preferences([pair], tokenizer, length - 16, donors=[], on_long_row=OnLongRow.truncate)
     with pytest.raises(UserError, match=r"rows.jsonl:1: the two answers are equal in the first \d+ tokens"):
-        tokenize_preferences([pair], tokenizer, length - 4, donors=[])
+        tokenize_preferences([pair], tokenizer, length - 4, donors=[], on_long_row=OnLongRow.truncate)
 
 
 def test_a_mismatched_answer_belongs_to_another_prompt(read, tokenizer):

@@ -1,70 +1,72 @@
 """Token ids and labels of a row: what the model reads, and which tokens it learns to write.
 
-Between formats.py (rows) and loader.py (batches). In a conversation the model learns each assistant turn's text
-and the token that ends the turn, and nothing else. The mask comes from the chat template itself: the
-conversation is rendered up to the turn and through the turn, and what the second has more is the turn. No marker
-is searched for, so a one-letter answer, a user who quotes the answer, and a template without generation tags are
-all masked right; and a template that renders the past differently from the present is found out.
+Between shapes.py (rows) and table.py (all of them). In a conversation the model learns each assistant turn's text and
+the token that ends the turn, and nothing else. The mask comes from the chat template itself (turns.py): no marker is
+searched for, so a one-letter answer, a user who quotes the answer, and a template without generation tags are all
+masked right; and a template that renders the past differently from the present is found out, and its conversation is
+cut into one row for each turn, as the server will see it.
 
 Labels are `input_ids` or -100, not yet shifted: a loss compares the logits at t with the label at t + 1. The
 label at 0 is always -100, for nothing predicts the first token.
 """
 
+import hashlib
+import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NoReturn
+from typing import Any
 
 from datasets import Dataset, Features, List, Value
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from trainer.chat_messages import REASONING
+from trainer.config.data import DataConfig, RewrittenHistory, TrainOn
 from trainer.config.errors import UserError
-from trainer.data.formats import Row
+from trainer.data.encoding import Encoded, Encoder
+from trainer.data.generation_tags import check_tags
+from trainer.data.left_out import check_shown
 from trainer.data.loader import IGNORED
+from trainer.data.long_rows import TokenizedRow, fit
+from trainer.data.plain_rows import text_row, token_row
+from trainer.data.rows import Row, fail
+from trainer.data.targets import Labelled, LearnedText, is_trained, learn_all, learn_turns, parted
+from trainer.data.template import Template
+from trainer.data.turns import Conversation, Endings
 
 logger = logging.getLogger(__name__)
 
 _FEATURES = Features({"input_ids": List(Value("int64")), "labels": List(Value("int64")), "origin": Value("string")})
+_DECIDING = ("max_seq_len", "on_long_row", "train_on", "train_thinking", "rewritten_history")
 
 
-@dataclass(frozen=True)
-class TokenizedRow:
-    input_ids: list[int]
-    """[T], T <= max_seq_len; begins with BOS where the template (chat) or the tokenizer (text) writes one, once."""
-    labels: list[int]
-    """[T]: the token id where it is a target, else -100; at least one target, never at position 0."""
-    origin: str
-    truncated: int
-    """Tokens cut off at the end."""
+def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_seq_len: int, **settings: Any) -> TokenizedRow:
+    """Tokenize one row that stays one; see `Renderer.tokenize`.
 
-
-def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_seq_len: int) -> TokenizedRow:
-    """Tokenize one row and mark its targets.
-
-    A conversation follows the chat template to the letter, special tokens included. Plain text gets the
-    tokenizer's own special tokens and EOS, each once, and all of it is learned but BOS.
-
-    max_seq_len  tokens; what lies behind is cut
-    raises       UserError naming the row: no target is left, no chat template or EOS, or a template whose turns
-                 cannot be told apart
+    max_seq_len  tokens
+    settings     other keys of `data.*`
+    raises       UserError: as there, or where the row becomes several
     """
-    return _Renderer(tokenizer).tokenize(row, max_seq_len=max_seq_len)
+    rows = Renderer(tokenizer, DataConfig(max_seq_len=max_seq_len, **settings)).tokenize(row)
+    if len(rows) > 1:
+        fail(row.origin, f"the row becomes {len(rows)} rows; call Renderer.tokenize", kind="several rows")
+    return rows[0]
 
 
-def tokenize_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_seq_len: int) -> Dataset:
+def tokenize_rows(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_seq_len: int, **settings: Any
+) -> Dataset:
     """Tokenize rows into a table in memory; nothing is cached on disk, so nothing can be stale.
 
-    returns  Dataset of len(rows), in order: `input_ids` and `labels` lists of int64, `origin` string
-    raises   UserError about the first row that `tokenize` refuses, with the number of others
+    settings  other keys of `data.*`
+    returns   Dataset in the order of the rows: `input_ids` and `labels` lists of int64, `origin` string
+    raises    UserError about the first row that `Renderer.tokenize` refuses, with the number of others
     """
-    renderer = _Renderer(tokenizer)
+    renderer = Renderer(tokenizer, DataConfig(max_seq_len=max_seq_len, **settings))
     done: list[TokenizedRow] = []
     faults: list[UserError] = []
     for row in rows:
         try:
-            done.append(renderer.tokenize(row, max_seq_len=max_seq_len))
+            done += renderer.tokenize(row)
         except UserError as error:
             faults.append(error)
     if faults:
@@ -83,138 +85,107 @@ def tokenize_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_s
     return Dataset.from_dict(columns, features=_FEATURES)
 
 
-class _Renderer:
-    """One tokenizer and its chat template; lives as long as one call, so that it cannot outlive a changed template."""
+class Renderer:
+    """One tokenizer and its chat template, under one set of `data.*`. It may be pickled.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    A template that is changed later is not seen; make another Renderer.
+    """
 
-    def tokenize(self, row: Row, *, max_seq_len: int) -> TokenizedRow:
-        ids, labels = self._text(row) if row.messages is None else self._conversation(row)
-        labels[0] = IGNORED
-        if all(label == IGNORED for label in labels[:max_seq_len]):
-            first = next((index for index, label in enumerate(labels) if label != IGNORED), len(labels))
-            _fail(
-                row,
-                f"no target token is left: the row has {len(ids)} tokens, its first target is token {first + 1}, and "
-                f"data.max_seq_len={max_seq_len} cuts before it; set data.max_seq_len to at least {first + 1}, or "
-                "shorten or remove the row",
-            )
-        return TokenizedRow(ids[:max_seq_len], labels[:max_seq_len], row.origin, max(0, len(ids) - max_seq_len))
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+        self.tokenizer, self.config = tokenizer, config
+        self._template, self._encoder, self._endings = Template(tokenizer), Encoder(tokenizer), Endings(tokenizer)
+        self._seen: set[tuple[Any, ...]] = set()
 
-    def _text(self, row: Row) -> tuple[list[int], list[int]]:
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if eos is None:
-            _fail(row, "the tokenizer has no eos_token, so a model would never learn to stop; set one")
-        ids = self.tokenizer(row.text, verbose=False)["input_ids"]
-        # The text may hold what the tokenizer adds, when somebody rendered it with a chat template before.
-        while bos is not None and ids[:2] == [bos, bos]:
-            ids = ids[1:]
-        while ids[-1:] == [eos]:
-            ids = ids[:-1]
-        ids = [*ids, eos]
-        start = self._prompt_tokens(row, ids)
-        return ids, [IGNORED] * start + ids[start:]
+    def fingerprint(self) -> str:
+        """64 hex digits, equal where equal rows become equal ids and labels.
 
-    def _prompt_tokens(self, row: Row, ids: list[int]) -> int:
-        """Tokens at the beginning of `ids` that the text's prompt is tokenized to as well; the next is learned."""
-        if not row.prompt_len:
-            return 0
-        return _shared_len(self.tokenizer(row.text[: row.prompt_len], verbose=False)["input_ids"], ids)
-
-    def _conversation(self, row: Row) -> tuple[list[int], list[int]]:
-        whole = self._render(row, row.messages)
-        labels = [IGNORED] * len(whole)
-        for index, message in enumerate(row.messages):
-            if message["role"] == "assistant" and index >= row.prompt_len:
-                start, end = self._turn(row, index, whole)
-                labels[start:end] = whole[start:end]
-        return whole, labels
-
-    def _turn(self, row: Row, index: int, whole: list[int]) -> tuple[int, int]:
-        """[start, end) of the targets of assistant turn `index` in `whole`, the token that ends the turn included."""
-        before, through = row.messages[:index], row.messages[: index + 1]
-        prompt = self._render(row, before, add_generation_prompt=True)
-        turn = whole if len(through) == len(row.messages) else self._render(row, through)
-        end = len(turn) - len(self._ending) + 1
-        if turn[end - 1 :] != self._ending:
-            _fail(row, f"the chat template ends turn {index} differently from others; correct tokenizer.chat_template")
-        if whole[:end] != turn[:end]:
-            _fail(
-                row,
-                f"the chat template rewrites history: turn {index} reads differently once more turns follow (thinking "
-                "that is stripped, as a rule), so what is trained would not be what is served; give rows with one "
-                "assistant turn, or a tokenizer.chat_template that keeps earlier turns",
-            )
-        return self._start(row, before, through, prompt, turn), end
-
-    def _start(
-        self, row: Row, before: list[dict[str, str]], through: list[dict[str, str]], prompt: list[int], turn: list[int]
-    ) -> int:
-        if turn[: len(prompt)] == prompt:
-            return len(prompt)
-        text = self._render_text(row, before, add_generation_prompt=True)
-        if not self._render_text(row, through).startswith(text):
-            _fail(
-                row,
-                f"the chat template does not begin turn {len(before)} with its own generation prompt, so what is "
-                "trained would not be what is served; correct tokenizer.chat_template",
-            )
-        # The answer's first characters merge with the template's last ones ("\n" + "\nYes" -> "\n\n", "Yes"). Such a
-        # token is half template and is never generated after the prompt, so targets begin behind it.
-        start = _shared_len(prompt, turn)
-        num_chars = len(self._decode(prompt[start:]))
-        behind = (end for end in range(start, len(turn)) if len(self._decode(turn[start:end])) >= num_chars)
-        return next(behind, len(turn))
-
-    @cached_property
-    def _ending(self) -> list[int]:
-        """Tokens from the one that ends an assistant's turn to the end of what the template writes for the turn.
-
-        ChatML: <|im_end|> and a newline; Llama 3: <|eot_id|>. Two turns that differ in the answer share their ending.
+        They stand for the tokenizer, its template, the deciding keys of `data.*`, the libraries' versions, and today's
+        date where the template writes it.
         """
-        probe = Row([{"role": "user", "content": "x"}], None, "tokenizer.chat_template")
-        one, other = (
-            self._render(probe, [*probe.messages, {"role": "assistant", "content": answer}]) for answer in ("a", "b")
-        )
-        if one == other:
-            _fail(probe, "the template leaves out what the assistant says; correct it")
-        tail = one[len(one) - _shared_len(one[::-1], other[::-1]) :]
-        control = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
-        ends = [index for index, token_id in enumerate(tail) if token_id in control]
-        if not ends:
-            _fail(
-                probe,
-                f"the template ends an assistant turn with {self._decode(tail)!r}, which holds no special token, so a "
-                "model would never learn to stop; let the template write eos_token there",
+        decides = {name: str(getattr(self.config, name)) for name in _DECIDING} | self._template.identity()
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+    def tokenize(self, row: Row) -> list[TokenizedRow]:
+        """Tokenize one row and mark its targets.
+
+        A conversation follows the chat template to the letter, special tokens included. Plain text gets the
+        tokenizer's own special tokens and EOS, each once, and all of it is learned but BOS. Token ids stay as they are.
+
+        returns  at least one row: one for each learned turn where the template rewrites history, one for each piece of
+                 a long text under `data.on_long_row=split`
+        raises   BadRow: no target is left, the row is too long, there is no chat template or EOS, or the template
+                 refuses, leaves out or rewrites what the row says
+        """
+        if row.messages is not None:
+            rows = [labelled for text in self._texts(row) for labelled in self._labelled(row, text)]
+        else:
+            rows = [text_row(row, self.tokenizer) if row.tokens is None else token_row(row, self.tokenizer)]
+        return fit(row, rows, self.config)
+
+    # ---- conversations
+
+    def _texts(self, row: Row) -> list[LearnedText]:
+        """What the template writes for a conversation, once or for each learned turn."""
+        conversation, indices = Conversation(self._template, self._endings, row), self._learned(row)
+        whole = conversation.whole
+        turns = [conversation.turn(index) for index in indices]
+        rewritten = next((turn for turn in turns if not whole.startswith(turn.served)), None)
+        if rewritten is None:
+            check_shown(conversation, row, turns, len(row.messages))
+            return [LearnedText(conversation, whole, turns, row.origin)]
+        if self.config.rewritten_history is RewrittenHistory.error:
+            fail(
+                row.origin,
+                f"the chat template rewrites history: turn {rewritten.index} reads differently once more turns follow "
+                "(thinking that is stripped, as a rule), so what is trained would not be what is served; set "
+                "data.rewritten_history=split, give rows with one assistant turn, or a tokenizer.chat_template that "
+                "keeps earlier turns",
+                kind="rewritten history",
             )
-        return tail[ends[-1] :]
+        check_shown(conversation, row, turns, turns[-1].index + 1)
+        return [LearnedText(conversation, turn.text, [turn], f"{row.origin} turn {turn.index}") for turn in turns]
 
-    def _render(self, row: Row, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> list[int]:
-        text = self._render_text(row, messages, add_generation_prompt=add_generation_prompt)
-        # The template has written BOS if it wants one; the tokenizer must not add another.
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-    def _render_text(self, row: Row, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
-        if not self.tokenizer.chat_template:
-            _fail(row, "the tokenizer has no chat template; use an instruct model, set one, or give rows of text")
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+    def _learned(self, row: Row) -> list[int]:
+        """The assistant turns that are learned."""
+        assistant = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+        if self.config.train_on is TrainOn.last:
+            assistant = assistant[-1:]
+        learned = [index for index in assistant if index >= row.prompt_len and is_trained(row.messages[index])]
+        if not learned and self.config.train_on is not TrainOn.all:
+            fail(
+                row.origin,
+                f"no target token is left: data.train_on={self.config.train_on.value} and the turns' own "
+                '"train": false leave no assistant turn to learn; remove the row',
+                kind="no target",
             )
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            _fail(row, f"the chat template refuses the turns {roles}: {error}; change the row's roles")
+        return learned
 
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    def _labelled(self, row: Row, text: LearnedText) -> list[Labelled]:
+        encoded = self._encoder.encode(row.origin, text.text)
+        kind = _kind(row, text)
+        if text.turns and kind not in self._seen:
+            self._seen.add(kind)
+            self._check_cuts(row, text, encoded)
+            check_tags(self.tokenizer, self._template, row, text, encoded, thinking=self.config.train_thinking)
+        if self.config.train_on is TrainOn.all:
+            return [learn_all(row, text, encoded, thinking=self.config.train_thinking)]
+        apart = self.config.rewritten_history is RewrittenHistory.split
+        parts = parted(self._encoder, text, encoded) if apart else [(text, encoded)]
+        return [learn_turns(part, tokens, thinking=self.config.train_thinking) for part, tokens in parts]
+
+    def _check_cuts(self, row: Row, text: LearnedText, encoded: Encoded) -> None:
+        """Whether prompts have the ids that encoding.py says, for that they are cut out of the whole is a shortcut."""
+        for turn in text.turns:
+            known = encoded.len_of(turn.prompt)
+            if known is not None and encoded.ids[:known] != self._encoder.ids(turn.prompt):
+                logger.warning(
+                    "%s: the tokenizer joins text over its added tokens; it is read anew for each turn", row.origin
+                )
+                self._encoder.distrust_cuts()
 
 
-def _shared_len(one: list[int], other: list[int]) -> int:
-    """How many tokens two lists share from their beginnings on."""
-    pairs = zip(one, other, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _fail(row: Row, what: str) -> NoReturn:
-    raise UserError(f"{row.origin}: {what}")
+def _kind(row: Row, text: LearnedText) -> tuple[Any, ...]:
+    """What is checked once for all rows that are alike."""
+    fields = ("content", *REASONING, "tool_calls")
+    turns = tuple((message["role"], *(name for name in fields if message.get(name))) for message in row.messages)
+    return turns, bool(row.tools), tuple(turn.index for turn in text.turns)
