@@ -114,12 +114,14 @@ class _Counting:
         script.characters += count
         if broken:
             script.broken += count
-            script.examples[char] += count
+            script.examples[char] += count * (ord(char) not in _JOINS_EMOJI)
 
     def result(self) -> Characters:
         for token in np.flatnonzero(self._whole).tolist():
             for char in self._texts[token]:
                 self._add(char, int(self._whole[token]))
+        for script in self._scripts.values():
+            script.examples = +script.examples  # without what is not seen by itself
         scripts = dict(sorted(self._scripts.items(), key=lambda item: -item[1].characters))
         return Characters(scripts, self._damaged)
 

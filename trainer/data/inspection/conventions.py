@@ -23,6 +23,10 @@ MAX_ENDS = 8
 _WORDS = 3
 """Fewer words than these, special tokens aside, are a marker (`### System:`) and no prompt."""
 _QUESTION, _ANSWER, _NEXT, _LAST, _SYSTEM = "zebra question", "walnut answer", "next matter", "last reply", "own rule"
+_TURNS = [
+    {"role": role, "content": text}
+    for role, text in zip(("user", "assistant") * 2, (_QUESTION, _ANSWER, _NEXT, _LAST), strict=True)
+]
 
 
 @dataclass
@@ -67,14 +71,14 @@ def count_conventions(
     found = Conventions(bos=tokenizer.bos_token)
     added_ids = _describe_template(tokenizer, found)
     found.bos_expected = tokenizer("x", verbose=False)["input_ids"][0] == tokenizer.bos_token_id
-    ends, bos = Counter[int](), Counter[int]()
+    ends, bos, only_first = Counter[int](), Counter[int](), _has_other_uses(tokenizer)
     for rows in tables:
         for chunk in chunks(rows):
             found.documents += len(chunk)
             found.added_documents += _beginning_with(chunk, added_ids)
             found.unknown += _unknown(chunk, tokenizer)
             ends.update(_ends(chunk))
-            bos.update(_num_bos(chunk, tokenizer))
+            bos.update(_num_bos(chunk, tokenizer.bos_token_id, only_first=only_first))
     stops = set(stop_ids)
     found.bos_counts = dict(sorted(bos.items()))
     found.ends = {decode(tokenizer, [token]): count for token, count in ends.most_common(MAX_ENDS)}
@@ -92,15 +96,10 @@ def _describe_template(tokenizer: PreTrainedTokenizerBase, found: Conventions) -
     """Writes what the template adds into `found`; returns the tokens of `added`."""
     if not tokenizer.chat_template:
         return []
-    turns = [
-        {"role": role, "content": text}
-        for role, text in zip(("user", "assistant") * 2, (_QUESTION, _ANSWER, _NEXT, _LAST), strict=True)
-    ]
-    with_system = [{"role": "system", "content": _SYSTEM}, *turns]
-    found.has_date = any(
-        _render(tokenizer, given, "1") != _render(tokenizer, given, "2") for given in (turns, with_system)
-    )
-    ids = _before_first(tokenizer, _render(tokenizer, turns))
+    with_system = [{"role": "system", "content": _SYSTEM}, *_TURNS]
+    rendered = [[_render(tokenizer, turns, clock) for turns in (_TURNS, with_system)] for clock in ("1", "2")]
+    found.has_date = rendered[0] != rendered[1]
+    ids = _before_first(tokenizer, _render(tokenizer, _TURNS))
     text = decode(tokenizer, ids)
     if _says_something(text, tokenizer):
         found.added = text
@@ -129,6 +128,13 @@ def _before_first(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     pairs = zip(first[::-1], later[::-1], strict=False)
     shared = next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(later)))
     return first[: len(first) - shared]
+
+
+def _has_other_uses(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether BOS also ends documents, or begins each turn, as `<|im_start|>` does."""
+    if tokenizer.bos_token_id is None or tokenizer.bos_token_id == tokenizer.eos_token_id:
+        return True
+    return bool(tokenizer.chat_template) and _render(tokenizer, _TURNS).count(tokenizer.bos_token) > 1
 
 
 def _says_something(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -162,12 +168,12 @@ def _ends(chunk: Chunk) -> list[int]:
     return chunk.ids[chunk.is_target & ~goes_on].tolist()
 
 
-def _num_bos(chunk: Chunk, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[D]: each document's; where BOS also ends documents, those that it begins with."""
-    if tokenizer.bos_token_id is None:
+def _num_bos(chunk: Chunk, bos: int | None, *, only_first: bool) -> list[int]:
+    """[D]: each document's; only_first: those that it begins with, two at most, where BOS has other uses too."""
+    if bos is None:
         return []
-    is_bos = chunk.ids == tokenizer.bos_token_id
-    if tokenizer.bos_token_id == tokenizer.eos_token_id:
+    is_bos = chunk.ids == bos
+    if only_first:
         seconds = np.minimum(chunk.starts[:-1] + 1, chunk.starts[1:] - 1)
         first = is_bos[chunk.starts[:-1]]
         return (first.astype(int) + (first & is_bos[seconds] & (chunk.lengths > 1))).tolist()

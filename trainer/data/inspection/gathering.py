@@ -1,9 +1,10 @@
 """A run's rows as it would train on them, and what it would leave out or refuse; nothing here stops at a bad row."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,11 +21,13 @@ from trainer.data.inspection.counts import row_hashes
 from trainer.data.opening import OpenedSource, OpenedSources, open_sources
 from trainer.data.rows import BadRow
 from trainer.data.streaming import load_stream
+from trainer.data.table import MAX_LISTED as LISTED_BY_TABLE
 from trainer.data.table import Report, Table, judge, read_table, write_table
 from trainer.data.tokenizer_pool import tokenize_all
 from trainer.data.tokenizing import RowTokenizer
 
 MAX_LISTED = 100
+EXCERPT_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ class Gathered:
     """What training would stop at."""
     first_rows: int | None = None
     """Of a stream: so many source rows of each source were looked at, and no more."""
+    excerpts: dict[str, str] = field(default_factory=dict)
+    """Place of a bad row, of the first of them -> how its raw row begins."""
+
+    @property
+    def bad_names(self) -> list[str]:
+        """The source of each of `bad`."""
+        counts = {name: min(sum(report.bad.values()), LISTED_BY_TABLE) for name, report in self.reports.items()}
+        return [name for name, count in counts.items() for _ in range(count)]
 
 
 def gather(config: DataConfig, method: Method, tokenizer: PreTrainedTokenizerBase, seed: int) -> Gathered:
@@ -65,7 +76,10 @@ def gather(config: DataConfig, method: Method, tokenizer: PreTrainedTokenizerBas
         return _of_streams(opened, config, lenient, method, tokenizer, seed)
     tables = [open_table(each, lenient, tokenizer) for each in opened.train]
     names = [each.reader.name for each in opened.train]
-    refusals = _refusals(tables, names, config)
+    refusals = _refusals(opened, tables, config)
+    if opened.held_out is not None:
+        held_out = [open_table(opened.held_out, lenient, tokenizer)]
+        refusals += _refusals(OpenedSources([opened.held_out], None), held_out, config)
     try:
         data = load_data(lenient, method, tokenizer, seed, opened=opened)
     except UserError as error:
@@ -74,15 +88,15 @@ def gather(config: DataConfig, method: Method, tokenizer: PreTrainedTokenizerBas
     held_out_names = _names_of(data.held_out, tables, names, list(data.reports)[-1])
     return Gathered(
         *(data.train, data.held_out, data.sizes, names, held_out_names, data.reports, data.bad),
-        *(data.copies, copied, refusals),
+        *(data.copies, copied, refusals, None, _excerpts(opened, data.bad)),
     )
 
 
-def _refusals(tables: list[Table], names: list[str], config: DataConfig) -> tuple[str, ...]:
+def _refusals(opened: OpenedSources, tables: list[Table], config: DataConfig) -> tuple[str, ...]:
     found = []
-    for table, name in zip(tables, names, strict=True):
+    for table, each in zip(tables, opened.train, strict=True):
         try:
-            judge(table, name, config)
+            judge(table, each.reader.name, config)
         except UserError as error:
             found.append(str(error))
     return tuple(found)
@@ -123,6 +137,28 @@ def _origins(rows: Dataset) -> pa.Array:
     return whole.combine_chunks() if isinstance(whole, pa.ChunkedArray) else whole
 
 
+def _excerpts(opened: OpenedSources, bad: list[BadRow]) -> dict[str, str]:
+    """How the raw rows begin that the first of `bad` are about; each source is read up to the last of them."""
+    wanted = {fault.where for fault in bad[:MAX_LISTED]}
+    found: dict[str, str] = {}
+    for each in (*opened.train, *([opened.held_out] if opened.held_out else [])):
+        for raw in islice(each.reader.raw() if wanted else (), each.source.max_rows):
+            # An error in a line may add the column: `train.jsonl:12:7`.
+            if here := {where for where in wanted if where == raw.where or where.startswith(f"{raw.where}:")}:
+                found |= dict.fromkeys(here, _beginning(raw.raw))
+                wanted -= here
+            if not wanted:
+                break
+    return found
+
+
+def _beginning(raw: Any) -> str:
+    if isinstance(raw, BadRow):
+        return ""
+    text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw if isinstance(raw, str) else repr(raw)
+    return text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]} ..."
+
+
 # ---- streams
 
 
@@ -136,7 +172,7 @@ def _of_streams(
 ) -> Gathered:
     tables = [_first_rows(each, lenient, tokenizer) for each in opened.train]
     names = [each.reader.name for each in opened.train]
-    refusals = _refusals(tables, names, config)
+    refusals = _refusals(opened, tables, config)
     stream = load_stream(lenient, method, tokenizer, seed, opened=opened)
     held = set(stream.held_out["origin"][:])
     parts, copied = [], []
@@ -149,8 +185,8 @@ def _of_streams(
         *(concatenate_datasets(parts), stream.held_out, [len(part) for part in parts], names),
         _names_of(stream.held_out, tables, names, other),
         {name: table.report for name, table in zip(names, tables, strict=True)},
-        [fault for table in tables for fault in table.bad],
-        *(len(copied), tuple(copied[:MAX_LISTED]), refusals, config.shuffle_buffer),
+        bad := [fault for table in tables for fault in table.bad],
+        *(len(copied), tuple(copied[:MAX_LISTED]), refusals, config.shuffle_buffer, _excerpts(opened, bad)),
     )
 
 

@@ -1,10 +1,10 @@
 """A histogram as an inline SVG: how many documents have how many tokens, and where data.max_seq_len cuts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 WIDTH, HEIGHT = 720, 180
 _TOP, _BOTTOM, _SIDE = 18, 24, 8
-_TICKS = 5
+_TICKS = 8
 
 
 def histogram(bars: Sequence[tuple[int, int, int]], limit: int) -> str:
@@ -24,7 +24,8 @@ def histogram(bars: Sequence[tuple[int, int, int]], limit: int) -> str:
             f'height="{height:.1f}" rx="1.5"><title>{what}</title></rect>'
         )
 
-    ticks = sorted({round(end * tick / _TICKS) for tick in range(_TICKS + 1)})
+    step = next(step for step in _steps() if end / step <= _TICKS)
+    ticks = range(0, end + 1, step)
     labels = "".join(
         f'<text x="{across(tick):.1f}" y="{HEIGHT - 7}" text-anchor="{_anchor(tick, end)}">{tick:,}</text>'
         for tick in ticks
@@ -39,6 +40,14 @@ def histogram(bars: Sequence[tuple[int, int, int]], limit: int) -> str:
         f'<text class="limit-text" x="{at + (-5 if side == "end" else 5):.1f}" y="12" text-anchor="{side}">'
         f"data.max_seq_len={limit:,}</text></svg>"
     )
+
+
+def _steps() -> Iterator[int]:
+    """1, 2, 5, 10, 20, 50, ..."""
+    power = 1
+    while True:
+        yield from (power, 2 * power, 5 * power)
+        power *= 10
 
 
 def _anchor(tick: int, end: int) -> str:

@@ -15,9 +15,8 @@ from pathlib import Path
 from trainer.data.inspection.histogram import histogram
 from trainer.data.inspection.notes import notes_of
 from trainer.data.inspection.pieces import Piece, shortened, visible
-from trainer.data.inspection.report import Inspection
+from trainer.data.inspection.report import Inspection, LeftOut
 from trainer.data.inspection.selecting import Document, ShownRow
-from trainer.data.rows import BadRow
 
 FOLDER = Path(__file__).parent
 MAX_TOKENS = 4000
@@ -159,7 +158,7 @@ def _rows(found: Inspection, rows: Sequence[ShownRow]) -> Iterable[str]:
         '<h2>Rows</h2>\n<p class="muted legend">As the model reads them: <mark>learned</mark>, read only, '
         f"<i>special tokens</i>. Point at a token for its id.{some}</p>"
     )
-    sources = sorted({row.source for row in rows})
+    sources = sorted({row.source for row in (*rows, *found.bad)})
     options = "".join(f'<option value="{_text(name)}">{_text(name)}</option>' for name in sources)
     buttons = "".join(
         f'<button type="button" data-kind="{kind}" aria-pressed="{str(kind == "all").lower()}">{label}</button>'
@@ -174,11 +173,12 @@ def _rows(found: Inspection, rows: Sequence[ShownRow]) -> Iterable[str]:
     yield from map(_row, rows)
 
 
-def _bad(fault: BadRow) -> str:
+def _bad(fault: LeftOut) -> str:
+    raw = f'<div class="text muted">{_text(fault.raw.rstrip())}</div>' if fault.raw else ""
     head = f'<b>{_text(fault.where)}</b><span class="tag">left out: {_text(fault.kind)}</span>'
     return (
-        f'<article class="panel bad" data-kinds="bad" data-source=""><header>{head}</header>'
-        f"<p>{_text(fault.what)}</p></article>"
+        f'<article class="panel bad" data-kinds="bad" data-source="{_text(fault.source)}"><header>{head}</header>'
+        f"<p>{_text(fault.what)}</p>{raw}</article>"
     )
 
 

@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.loader import IGNORED
 
 REPLACEMENT = "\ufffd"
+_HIDES = 16
+"""Fewer tokens than these are not worth a gap."""
 MAX_JOINED = 4
 """A character of UTF-8 has at most four bytes."""
 
@@ -97,7 +99,7 @@ def shortened(pieces: Sequence[Piece], *, max_tokens: int) -> list[Piece | int]:
     limit = max(20, max_tokens // max(1, len(groups)))
     done: list[Piece | int] = []
     for group in groups:
-        if len(group) <= limit:
+        if len(group) <= limit + _HIDES:
             done += group
             continue
         hidden = group[limit // 2 : len(group) - limit // 2]

@@ -1,6 +1,7 @@
 """Everything that is counted, in one object: what the terminal, the page and the JSON line are written from."""
 
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,11 +15,22 @@ from trainer.data.inspection.counts import Duplicates, Lengths, count_lengths, c
 from trainer.data.inspection.gathering import Gathered
 from trainer.data.inspection.leaks import Leaks, find_leaks
 from trainer.data.order import RunOrder
-from trainer.data.rows import BadRow
 
 MAX_PLACES = 5
 """Of each kind, in the summary."""
 MAX_BAD_LISTED = 100
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A row that cannot be trained on."""
+
+    where: str
+    kind: str
+    what: str
+    source: str
+    raw: str
+    """How the raw row begins."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,8 @@ class Inspection:
     """Each source's report, by name."""
     bad_kinds: dict[str, tuple[int, list[str]]]
     """Kind -> how many rows are left out for it, and the first places."""
-    bad: list[BadRow]
+    bad: list[LeftOut]
+    """The first of each source."""
     duplicates: Duplicates
     leaks: Leaks
     characters: Characters
@@ -118,7 +131,7 @@ def inspect_rows(
         *(0 if lengths is None else lengths.total, count_targets(train), lengths),
         {name: asdict(report) for name, report in gathered.reports.items()},
         _kinds(gathered),
-        gathered.bad[:MAX_BAD_LISTED],
+        _left_out(gathered),
         find_duplicates(train),
         leaks,
         count_characters(tables, tokenizer),
@@ -136,6 +149,14 @@ def _kinds(gathered: Gathered) -> dict[str, tuple[int, list[str]]]:
             counts[kind] = counts.get(kind, 0) + count
     places = {kind: [fault.where for fault in gathered.bad if fault.kind == kind][:MAX_PLACES] for kind in counts}
     return {kind: (count, places[kind]) for kind, count in sorted(counts.items(), key=lambda item: -item[1])}
+
+
+def _left_out(gathered: Gathered) -> list[LeftOut]:
+    pairs = islice(zip(gathered.bad, gathered.bad_names, strict=True), MAX_BAD_LISTED)
+    return [
+        LeftOut(fault.where, fault.kind, fault.what, name, gathered.excerpts.get(fault.where, ""))
+        for fault, name in pairs
+    ]
 
 
 def _packing(

@@ -12,9 +12,8 @@ from rich.text import Text
 
 from trainer.data.inspection.notes import notes_of
 from trainer.data.inspection.pieces import Piece, shortened, visible
-from trainer.data.inspection.report import Inspection
+from trainer.data.inspection.report import Inspection, LeftOut
 from trainer.data.inspection.selecting import Document, ShownRow
-from trainer.data.rows import BadRow
 from trainer.data.shown import MARKS
 
 LEARNED, READ, SPECIAL, IDS = "bold green", "default", "dim cyan", "dim"
@@ -54,10 +53,12 @@ class Terminal:
                 parts.append(self.document(document, max_tokens=max_tokens))
             self._console.print(Group(*parts), soft_wrap=False)
 
-    def bad(self, faults: Sequence[BadRow]) -> None:
+    def bad(self, faults: Sequence[LeftOut]) -> None:
         for fault in faults:
             self._console.print(Rule(Text(f"left out, {fault.kind}"), align="left", style="red", characters="-"))
             self._console.print(Text(visible(f"{fault.where}: {fault.what}"), style="red"), soft_wrap=True)
+            if fault.raw:
+                self._console.print(Text(visible(fault.raw.rstrip()), style="dim"), soft_wrap=True)
 
     def _head(self, row: ShownRow) -> Rule:
         learned = sum(document.num_targets for document in row.documents)
