@@ -77,21 +77,23 @@ def document_lengths(rows: Dataset, side: str = "") -> np.ndarray:
     return pc.list_value_length(whole[name]).to_numpy().astype(np.int64)
 
 
-def chunks(rows: Dataset, *, chunk_tokens: int = CHUNK_TOKENS) -> Iterator[Chunk]:
+def chunks(rows: Dataset, *, chunk_tokens: int = CHUNK_TOKENS, every: int = 1) -> Iterator[Chunk]:
     """All documents of a table: first each row's own, then of pairs the rejected ones.
 
     rows          `input_ids`, `labels`, of pairs also `rejected_input_ids` and `rejected_labels`
     chunk_tokens  about how many tokens are in memory at a time; a longer document is a chunk of its own
+    every         give only the first of so many chunks, and read no other
     """
     for side in sides(rows):
         ends = np.cumsum(document_lengths(rows, side))
         table = rows.with_format("arrow").select_columns([f"{side}input_ids", f"{side}labels"])
-        first = 0
+        first = number = 0
         while first < len(rows):
             before = ends[first - 1] if first else 0
             stop = max(first + 1, int(np.searchsorted(ends, before + chunk_tokens, side="right")))
-            yield _chunk(table[first:stop], first, side)
-            first = stop
+            if number % every == 0:
+                yield _chunk(table[first:stop], first, side)
+            first, number = stop, number + 1
 
 
 def _chunk(table: pa.Table, first_row: int, side: str) -> Chunk:

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -110,10 +109,12 @@ def _describe_template(tokenizer: PreTrainedTokenizerBase, found: Conventions) -
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], clock: str | None = None) -> str:
-    """What the template writes, with a clock that always says the same; empty where it refuses such turns."""
-    clocks: dict[str, Any] = {} if clock is None else {"strftime_now": lambda _: clock}
+    """What the template writes, with a clock that always says `clock`; empty where it refuses such turns."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **clocks)
+        source = tokenizer.get_chat_template()
+        if clock is not None:
+            source = f"{{% macro strftime_now(format) %}}{clock}{{% endmacro %}}{source}"
+        return tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False)
     except (TemplateError, ValueError, TypeError):
         return ""
 

@@ -92,6 +92,8 @@ def _of_bos(found: Conventions) -> Iterator[str]:
 
 
 def _of_characters(found: Inspection) -> Iterator[str]:
+    if found.characters.part < 1:
+        yield f"characters were counted in {found.characters.part:.0%} of the tokens, spread over the rows"
     for name, script in found.characters.broken().items():
         examples = " ".join(char for char, _ in script.examples.most_common(5))
         yield (

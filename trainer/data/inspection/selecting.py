@@ -163,7 +163,7 @@ class Shelf:
         if not len(rows):
             return []
         places = rows.with_format("arrow").select_columns(["origin"])[:]["origin"]
-        ending = pc.ends_with(places, wanted).to_numpy(zero_copy_only=False)
+        ending = pc.match_substring(places, wanted).to_numpy(zero_copy_only=False)
         return [int(n) for n in np.flatnonzero(ending) if is_at(places[int(n)].as_py(), wanted)]
 
     def _example(self) -> str:
@@ -188,8 +188,9 @@ def _title(row: dict[str, Any], side: str) -> str:
 
 
 def is_at(place: str, wanted: str) -> bool:
-    """Whether `data/train.jsonl:12` is named by `train.jsonl:12`, or by the whole."""
-    return place == wanted or place.endswith(f"/{wanted}")
+    """Whether `data/train.jsonl:12` is named by `train.jsonl:12`, or by the whole; an error's column may follow."""
+    behind = place.rpartition(wanted)
+    return bool(behind[1]) and behind[0].endswith(("", "/")[bool(behind[0])]) and (not behind[2] or behind[2][0] == ":")
 
 
 def require_number(number: int, size: int) -> None:

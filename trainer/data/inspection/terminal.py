@@ -4,6 +4,8 @@ Where the output is no terminal, learned text stands between the marks of shown.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from rich.console import Console, Group
 from rich.rule import Rule
@@ -16,7 +18,7 @@ from trainer.data.inspection.report import Inspection, LeftOut
 from trainer.data.inspection.selecting import Document, ShownRow
 from trainer.data.shown import MARKS
 
-LEARNED, READ, SPECIAL, IDS = "bold green", "default", "dim cyan", "dim"
+LEARNED, READ, IDS = "bold green", "default", "dim"
 _PIPE_WIDTH = 160
 
 
@@ -51,7 +53,7 @@ class Terminal:
             for document in row.documents:
                 parts += [Text(f"[{document.title}]", style="dim")] if document.title else []
                 parts.append(self.document(document, max_tokens=max_tokens))
-            self._console.print(Group(*parts), soft_wrap=False)
+            self._console.print(Group(*parts), soft_wrap=not self._console.is_terminal)
 
     def bad(self, faults: Sequence[LeftOut]) -> None:
         for fault in faults:
@@ -70,22 +72,29 @@ class Terminal:
     def document(self, document: Document, *, max_tokens: int | None) -> Text:
         """The text with its mask."""
         pieces = document.pieces if max_tokens is None else shortened(document.pieces, max_tokens=max_tokens)
-        text, is_open = Text(), False
+        parts, is_open = [], False
         for piece in pieces:
             if isinstance(piece, int):
-                text.append(f" ... {piece} tokens ... ", style="dim italic")
+                parts.append((f" ... {piece} tokens ... ", "dim italic"))
                 continue
             if not self._has_colours and piece.is_target != is_open:
-                text.append(MARKS[0] if piece.is_target else MARKS[1])
+                parts.append((MARKS[0] if piece.is_target else MARKS[1], READ))
                 is_open = piece.is_target
-            self._append(text, piece)
-        return text.append(MARKS[1]) if is_open else text
+            parts += self._styled(piece)
+        if is_open:
+            parts.append((MARKS[1], READ))
+        runs = groupby(parts, key=itemgetter(1))
+        return Text.assemble(*(("".join(text for text, _ in run), style) for style, run in runs))
 
-    def _append(self, text: Text, piece: Piece) -> None:
+    def _styled(self, piece: Piece) -> list[tuple[str, str]]:
         style = LEARNED if piece.is_target else READ
-        text.append(visible(piece.text), style=f"{style} dim" if piece.is_special else style)
-        if self._with_ids:
-            text.append(f"‹{' '.join(map(str, piece.ids))}›", style=IDS)
+        style = f"{style} dim" if piece.is_special else style
+        if not self._with_ids:
+            return [(visible(piece.text), style)]
+        line = piece.text.rstrip("\n")
+        breaks = len(piece.text) - len(line)
+        ids = f"‹{' '.join(map(str, piece.ids))}›"
+        return [(visible(line) + "⏎" * breaks, style), (ids + "\n" * breaks, IDS)]
 
 
 def figures(found: Inspection) -> list[tuple[str, str]]:
