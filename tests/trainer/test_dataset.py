@@ -172,7 +172,7 @@ BAD = (
     ({"prompt": "x", "completion": ""}, "completion is empty"),
     ({"prompt": "x"}, "no completion among the fields prompt"),
     ("{broken", "broken JSON"),
-    ({"prompt": "x", "completion": "y" * 600}, "data.max_seq_len=512"),
+    ({"prompt": "x" * 600, "completion": "y"}, "data.max_seq_len=512"),
 )
 
 
@@ -202,7 +202,7 @@ def test_a_file_of_another_kind_is_given_up_at_once(load, tmp_path):
     with pytest.raises(UserError, match=r"1500 more|1499 more"):
         load(file(path))
     with pytest.raises(UserError, match="the first 1000 rows are all bad"):
-        load(file(write(tmp_path / "c.jsonl", *["{"] * 1500), format="text", on_bad_row=OnBadRow.skip))
+        load(file(write(tmp_path / "c.jsonl", *[{"text": ""}] * 1500), on_bad_row=OnBadRow.skip))
 
 
 def test_long_rows(load, tmp_path):
@@ -212,7 +212,7 @@ def test_long_rows(load, tmp_path):
     assert cut.reports["a.jsonl"].truncated_rows == 1 and cut.reports["a.jsonl"].longest == 512
     left = load(file(path, on_long_row=OnLongRow.skip))
     assert sum(left.reports["a.jsonl"].bad.values()) == 1 and left.reports["a.jsonl"].longest < 512
-    text = write(tmp_path / "b.jsonl", *[{"text": "word " * 400}] * 3)
+    text = write(tmp_path / "b.jsonl", *[{"text": f"{i} word " * 250} for i in range(3)])
     split = load(file(text, on_long_row=OnLongRow.split))
     assert split.reports["b.jsonl"].split_rows == 3 and split.reports["b.jsonl"].rows == 12
 
@@ -282,7 +282,7 @@ def test_an_unfinished_table_is_not_found(load, tmp_path, cache, monkeypatch):
     assert not tables(cache)
     data = load(config)
     (name,) = tables(cache)
-    (cache / name / "rows.arrow").write_bytes(b"")
+    (cache / name / "rows.arrow").unlink()
     assert load(config).train[:] == data.train[:]
 
 

@@ -1,5 +1,6 @@
 """Bytes of files: plain or gzip, and their hashes. What the system or gzip says is an error with the file's name."""
 
+import codecs
 import gzip
 import hashlib
 import zlib
@@ -30,6 +31,14 @@ def open_bytes(path: str) -> Iterator[BinaryIO]:
 
 def is_gzip(path: str) -> bool:
     return Path(path).suffix.lower() == ".gz"
+
+
+def skip_bom(file: BinaryIO) -> int:
+    """Stand behind a UTF-8 byte order mark, if the file begins with one; returns the offset: 3 or 0."""
+    file.seek(0)
+    if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+        return len(codecs.BOM_UTF8)
+    return file.seek(0)
 
 
 def skip_line(file: BinaryIO) -> int:

@@ -36,7 +36,7 @@ from trainer.data.turns import Conversation, Endings
 logger = logging.getLogger(__name__)
 
 _FEATURES = Features({"input_ids": List(Value("int64")), "labels": List(Value("int64")), "origin": Value("string")})
-_DECIDING = ("max_seq_len", "on_long_row", "train_on", "train_thinking", "rewritten_history")
+_DECIDING = ("max_seq_len", "long_rows", "train_on", "train_thinking", "rewritten_history")
 
 
 def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, *, max_seq_len: int, **settings: Any) -> TokenizedRow:

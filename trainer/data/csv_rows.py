@@ -4,7 +4,6 @@ csv takes a line after the other until a row is whole, so that behind each row i
 go on from. Bytes that are not UTF-8 pass it as lone surrogates, so that one of them spoils its own row and no other.
 """
 
-import codecs
 import csv
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from trainer.config.errors import UserError, require
-from trainer.data.byte_files import open_bytes
+from trainer.data.byte_files import open_bytes, skip_bom
 from trainer.data.raw_rows import Position, RawRow, huge
 from trainer.data.rows import BadRow, fail
 
@@ -32,7 +31,7 @@ class CsvRowsFile:
         with open_bytes(self.path) as file:
             rows = _Rows(file, self.delimiter, max_row_bytes=self.max_row_bytes)
             if start:
-                rows.seek(start["offset"], line=start["line"])
+                rows.offset, rows.line = file.seek(start["offset"]), start["line"]
             else:
                 rows.next_row()  # the header
             while (fields := rows.next_row()) is not None:
@@ -50,13 +49,11 @@ class CsvRowsFile:
             fail(row.where, what, kind="number of fields")
         for name, value in zip(self.header, row.raw, strict=True):
             if byte := _not_utf8(value):
-                fail(
-                    row.where, f"{name} has a byte (0x{byte:02x}) that is not UTF-8; save the file as UTF-8", kind=_UTF8
-                )
+                what = f"{name} has a byte (0x{byte:02x}) that is not UTF-8; save the file as UTF-8"
+                fail(row.where, what, kind="not UTF-8")
         return dict(zip(self.header, row.raw, strict=True))
 
 
-_UTF8 = "not UTF-8"
 _NAMES = {",": "comma", "\t": "tab"}
 
 
@@ -88,12 +85,9 @@ class _Rows:
     def __init__(self, file: BinaryIO, delimiter: str, *, max_row_bytes: int) -> None:
         csv.field_size_limit(max(csv.field_size_limit(), max_row_bytes))  # else 128 KiB, whatever data.* says
         self.file, self.delimiter, self.max_row_bytes = file, delimiter, max_row_bytes
-        self.offset = self.line = self.first_line = self._row_bytes = self._quotes = 0
+        self.offset = skip_bom(file)
+        self.line = self.first_line = self._row_bytes = self._quotes = 0
         self._open()
-
-    def seek(self, offset: int, *, line: int) -> None:
-        self.file.seek(offset)
-        self.offset, self.line = offset, line
 
     def next_row(self) -> list[str] | str | None:
         """Fields; none of them for a row that is too long, which was passed; or what is wrong, in csv's words; None at
@@ -113,13 +107,12 @@ class _Rows:
     def _lines(self) -> Iterator[str]:
         while line := self._take():
             if self._row_bytes == 0:
-                line = line.removeprefix(codecs.BOM_UTF8) if self.line == 1 else line
-                if not line.strip(b" \r\n"):
+                if line.endswith(b"\n") and not line.strip(b" \r\n"):
                     continue
                 self.first_line = self.line
             self._row_bytes += len(line)
             self._quotes += line.count(b'"')
-            if self._row_bytes > self.max_row_bytes + 1:
+            if self._row_bytes > self.max_row_bytes + line.endswith(b"\n"):
                 self._last = line
                 raise _Huge
             yield line.decode("utf-8", "surrogateescape")

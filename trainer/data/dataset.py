@@ -190,12 +190,18 @@ def _forget_unused(room: Path) -> None:
 
 def _log(name: str, report: Report, config: DataConfig) -> None:
     logger.info(
-        "data     %s: %d rows of %s, %d tokens, %d of them targets; longest %d (%s)%s%s",
+        "data     %s: %d rows of %s, %d tokens, %d of them targets; longest %d (%s)%s",
         *(name, report.source_rows, report.description, report.tokens, report.trained_tokens),
         *(report.longest, report.longest_origin),
-        f"; {report.truncated_rows} rows cut to data.max_seq_len={config.max_seq_len}" if report.truncated_rows else "",
         f"; {report.split_rows} rows became several, {report.rows} in all" if report.split_rows else "",
     )
+    if report.truncated_rows:
+        logger.warning(
+            "data     %s: %d of %d rows are longer than data.max_seq_len=%d and lose their end, %d tokens in all, so a "
+            "model does not learn how they end; data.max_seq_len=%d holds the longest, data.on_long_row=skip or error",
+            *(name, report.truncated_rows, report.rows, config.max_seq_len, report.lost_tokens),
+            report.longest_uncut,
+        )
     if report.bad:
         kinds = ", ".join(f"{number} {kind}" for kind, number in report.bad.items())
         logger.warning("data     %s: %d rows left out: %s", name, sum(report.bad.values()), kinds)

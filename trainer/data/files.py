@@ -6,8 +6,9 @@ aside without being named in the log.
 """
 
 import logging
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.config.data import SourceConfig
@@ -53,16 +54,25 @@ def layout_suffix(path: Path) -> str:
 
 
 def _supported(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
+    found = sorted(_walk(folder))
     taken = [path for path in found if layout_suffix(path) in SUFFIXES and not _ABOUT_DATA.fullmatch(path.name)]
     holds = names([path.relative_to(folder) for path in found]) or "nothing"
     require(bool(taken), f"{folder} has no files of rows ({', '.join(SUFFIXES)}); it holds {holds}")
-    _log_left(folder, [path for path in found if path not in set(taken)], "no files of rows")
+    _log_left(folder, found, taken, "no files of rows")
     return taken
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "__")) for part in path.parts)
+def _walk(folder: Path) -> Iterator[Path]:
+    """Files below a folder that are not hidden, also behind links to folders, but to those that the link lies in."""
+    for root, folders, files in os.walk(folder, followlinks=True):
+        here = Path(root).resolve()
+        shown = (name for name in folders if not _is_hidden(name))
+        folders[:] = [name for name in shown if not here.is_relative_to((here / name).resolve())]
+        yield from (Path(root, name) for name in files if not _is_hidden(name) and Path(root, name).is_file())
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "__"))
 
 
 def _of_split(files: list[Path], source: SourceConfig) -> list[Path]:
@@ -75,13 +85,13 @@ def _of_split(files: list[Path], source: SourceConfig) -> list[Path]:
         there = ", ".join(sorted({split or rest for split in splits.values() if split or rest}))
         raise UserError(f"data.split={source.split} is not in {folder}; its files are of {there}; name one of these")
     logger.info("%s: %d files: %s", folder, len(taken), names([path.relative_to(folder) for path in taken]))
-    _log_left(folder, [path for path in files if path not in set(taken)], f"not of split {wanted}")
+    _log_left(folder, files, taken, f"not of split {wanted}")
     return taken
 
 
-def _log_left(folder: Path, files: list[Path], why: str) -> None:
-    if files:
-        logger.info("%s: left aside, %s: %s", folder, why, names([path.relative_to(folder) for path in files]))
+def _log_left(folder: Path, files: list[Path], taken: list[Path], why: str) -> None:
+    if left := sorted(set(files) - set(taken)):
+        logger.info("%s: left aside, %s: %s", folder, why, names([path.relative_to(folder) for path in left]))
 
 
 def canonical(split: str) -> str:

@@ -6,13 +6,14 @@ that can be checked. Sets often hold a rendering of their own fields beside them
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.config.data import RowFormat
 from trainer.config.errors import UserError, require
-from trainer.data.conversations import Aside, conversation, openai_turns
-from trainer.data.row_shapes import SHAPES, Names
+from trainer.data.conversations import Aside, conversation
+from trainer.data.row_shapes import SHAPES, Names, names_of_shape
 from trainer.data.rows import fail
+from trainer.data.messages import openai_turns
 from trainer.data.values import fields_of, plain
 
 _CONVERSATIONS = ("messages", "conversations")
@@ -37,7 +38,8 @@ def detect(first: dict[str, Any], where: str, mapped: Names) -> RowFormat:
     if not whole:
         _fail_unknown(first, where, fields)
     if not mapped.keys() & set(SHAPES[whole[0]].needed):
-        _require_one_reading(first, where, whole[0], said)
+        about = [names[whole[0]][ours] for ours in ("input",) if ours in names[whole[0]]]
+        _require_one_reading(first, where, whole[0], said, about)
     if whole[0] is RowFormat.messages:
         return _style(first[fields[whole[0]][0]], fields[whole[0]][0], where)
     return whole[0]
@@ -45,8 +47,7 @@ def detect(first: dict[str, Any], where: str, mapped: Names) -> RowFormat:
 
 def names_of(format: RowFormat, first: dict[str, Any], where: str, mapped: Names) -> Names:
     """Our fields of a shape -> the file's."""
-    shape = SHAPES[format]
-    names = {ours: mapped.get(ours, ours) for ours in (*shape.needed, *shape.read)}
+    names = names_of_shape(SHAPES[format], mapped)
     if "messages" in names and "messages" not in mapped:
         names["messages"] = _turns_field(first, where)
     return names
@@ -71,10 +72,12 @@ def _possible(mapped: Names) -> tuple[RowFormat, ...]:
         *others, last = (" and ".join(SHAPES[format].needed) for format in _CHOICES)
         raise UserError(f"{keys} name different shapes; map {', or '.join(others)}, or {last}")
     needing = [format for format in reading if mapped.keys() & set(SHAPES[format].needed)]
-    return tuple(needing or reading)
+    # A field that a column is named for is not what another shape needs.
+    free = [f for f in reading if not set(SHAPES[f].needed) & set(mapped.values())]
+    return tuple(needing or free or reading)
 
 
-def _fail_unknown(first: dict[str, Any], where: str, fields: dict[RowFormat, list[str]]) -> None:
+def _fail_unknown(first: dict[str, Any], where: str, fields: dict[RowFormat, list[str]]) -> NoReturn:
     wanted = ", or ".join(" and ".join(names) for names in fields.values())
     keys = ", or ".join(" and ".join(f"data.columns.{ours}" for ours in SHAPES[format].needed) for format in fields)
     preferred = [name for name in ("chosen", "rejected") if name in first]
@@ -84,10 +87,10 @@ def _fail_unknown(first: dict[str, Any], where: str, fields: dict[RowFormat, lis
 
 
 def _require_one_reading(
-    first: dict[str, Any], where: str, chosen: RowFormat, said: dict[RowFormat, list[str]]
+    first: dict[str, Any], where: str, chosen: RowFormat, said: dict[RowFormat, list[str]], about: list[str]
 ) -> None:
     """What the row has beside the fields of `chosen` tells the same."""
-    own = _strings(first, [*said[chosen], *SHAPES[chosen].read])
+    own = _strings(first, [*said[chosen], *about])
     others = {format: names for format, names in said.items() if format is not chosen and names}
     differing = {f: names for f, names in others.items() if not _tells_the_same(own, _strings(first, names))}
     if differing:

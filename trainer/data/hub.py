@@ -60,7 +60,8 @@ class HubReader:
         return self._stream(dataset, start) if self.streaming else self._table(dataset, start["row"] if start else 0)
 
     def _table(self, dataset: Dataset, first: int) -> Iterator[RawRow]:
-        for row, record in enumerate(dataset.skip(first), start=first + 1):
+        rows = dataset.select(range(first, dataset.num_rows)) if first < dataset.num_rows else ()
+        for row, record in enumerate(rows, start=first + 1):
             yield RawRow(f"{self.name}:{row}", record, {"row": row})
 
     def _stream(self, dataset: IterableDataset, start: Position | None) -> Iterator[RawRow]:
@@ -91,8 +92,7 @@ class HubReader:
             yield
         except _FAULTS as error:
             what = _one_line(error)
-            step = _next_step(what.replace(self.path, ""))
-            raise UserError(f"data.path={self.path} on the hub: {what.rstrip('.')}; {step}") from error
+            raise UserError(f"data.path={self.path} on the hub: {what.rstrip('.')}; {_next_step(what)}") from error
 
 
 def _one_line(error: BaseException) -> str:
@@ -113,17 +113,14 @@ def _next_step(what: str) -> str:
 
 
 _STEPS = {
-    (
-        "gated",
-        "401",
-        "403",
-        "authenticat",
-    ): "accept its terms on its page, then set HF_TOKEN to a token that may read it",
-    ("offlinemode", "offline mode", "couldn't reach", "connect"): (
+    ("gated dataset", "authenticated", "unauthorized", "forbidden"): (
+        "accept its terms on its page, then set HF_TOKEN to a token that may read it"
+    ),
+    ("offline mode", "couldn't reach"): (
         "check the network, unset HF_HUB_OFFLINE, or download the files and use data=file"
     ),
-    ("split",): "set data.split to one that is there",
-    ("config name is missing", "builderconfig", "config"): "set data.name to one that is there",
+    ("bad split", "unknown split"): "set data.split to one that is there",
+    ("builderconfig", "config name is missing"): "set data.name to one that is there",
     ("revision",): "set data.revision to a branch, tag or commit that is there",
     ("scripts are no longer supported",): "use a copy of it in Parquet, as a rule data.revision=refs/convert/parquet",
 }

@@ -10,7 +10,7 @@ evenly over it, others in each epoch. All that a resumed run needs are counts an
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class SourceRow(NamedTuple):
     row: RawRow
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Place:
     """How far a source was read."""
 
@@ -61,11 +61,13 @@ class Interleave:
         self._until = config.mix_until
         self._weights = _weights(self._sources, config.mix_temperature)
         self._epochs = [Fraction(f"{1.0 if source.epochs is None else source.epochs:.12g}") for source in self._sources]
+        self._whole_passes = [math.floor(epochs) for epochs in self._epochs]
+        self._most_passes = [math.ceil(epochs) for epochs in self._epochs]
         self._limits = [self._limit(index, source) for index, source in enumerate(self._sources)]
         self._rows: dict[int, Iterator[RawRow]] = {}
         self.epoch = 0
         """Of the next row, unless there is none left."""
-        self._places = [_Place()] * len(self._sources)
+        self._places = [_Place() for _ in self._sources]
 
     def _limit(self, index: int, source: SourceConfig) -> float:
         if source.max_rows is None:
@@ -86,54 +88,56 @@ class Interleave:
         while (source := self._choose()) is not None:
             if (row := self._read(source)) is not None:
                 return SourceRow(source, row)
-        self._places = [_Place()] * len(self._sources)
+        self._places = [_Place() for _ in self._sources]
         self._rows.clear()
         self.epoch += 1
         return None
 
     def _choose(self) -> int | None:
         """The source that gives the next row, if it has one left; None when the epoch is over."""
-        passes = [place.passes for place in self._places]
+        places = self._places
         if self._weights is None:
             # a fraction of a pass is read to its end too
-            left = (index for index, epochs in enumerate(self._epochs) if passes[index] < math.ceil(epochs))
-            return next(left, None)
-        if all(passes) or (self._until is MixUntil.first and any(passes)):
+            return next((i for i, place in enumerate(places) if place.passes < self._most_passes[i]), None)
+        ended = [place.passes > 0 for place in places]
+        if all(ended) or (self._until is MixUntil.first and any(ended)):
             return None
-        taken = [place.taken for place in self._places]
-        now = sum(taken) + 1
-        return max(range(len(taken)), key=lambda index: (self._weights[index] * now - taken[index], -index))
+        now = sum(place.taken for place in places) + 1
+        lags = [weight * now - place.taken for weight, place in zip(self._weights, places, strict=True)]
+        return lags.index(max(lags))
 
     def _read(self, source: int) -> RawRow | None:
         """The source's next row that is taken; None when its pass is over."""
-        while (row := self._next_of(source)) is not None:
-            place = self._places[source]
+        place = self._places[source]
+        while (row := self._next_of(source, place)) is not None:
             taken = self._is_taken(source, place)
-            self._places[source] = replace(place, position=row.behind, read=place.read + 1, taken=place.taken + taken)
+            place.position = row.behind
+            place.read += 1
+            place.taken += taken
             if taken:
                 return row
-        place = self._places[source]
         behind = ", behind those held out" if source in self._skip else ""
         require(
             place.read > 0,
             f"{self._readers[source].name} holds no rows{behind}; give at least one that can be trained on",
         )
         self._places[source] = _Place(passes=place.passes + 1, taken=place.taken)
-        del self._rows[source]
+        self._rows.pop(source, None)
         return None
 
-    def _next_of(self, source: int) -> RawRow | None:
-        place = self._places[source]
+    def _next_of(self, source: int, place: _Place) -> RawRow | None:
+        if place.read >= self._limits[source]:
+            return None
         if source not in self._rows:
             start = self._skip[source].behind if source in self._skip else None
             self._rows[source] = self._readers[source].raw(place.position or start)
-        return next(self._rows[source], None) if place.read < self._limits[source] else None
+        return next(self._rows[source], None)
 
     def _is_taken(self, source: int, place: _Place) -> bool:
         """Whether a row belongs to this epoch: in a fraction of a pass, an even share, that moves on with the epoch."""
-        fraction = self._epochs[source] - place.passes
-        if self._weights is not None or fraction >= 1:
+        if self._weights is not None or place.passes < self._whole_passes[source]:
             return True
+        fraction = self._epochs[source] - place.passes
         number = place.read + self.epoch
         return math.ceil((number + 1) * fraction) > math.ceil(number * fraction)
 

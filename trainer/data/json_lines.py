@@ -2,13 +2,12 @@
 at which `str.splitlines` would cut a row in two.
 """
 
-import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from trainer.data.byte_files import open_bytes, skip_line
+from trainer.data.byte_files import open_bytes, skip_bom, skip_line
 from trainer.data.raw_rows import Position, RawRow, huge
 from trainer.data.rows import BadRow, fail
 
@@ -26,10 +25,9 @@ class JsonLinesFile:
     layout = "json lines"
 
     def raw(self, start: Position | None = None) -> Iterator[RawRow]:
-        place = start or {"offset": 0, "line": 0}
         with open_bytes(self.path) as file:
-            file.seek(place["offset"])
-            yield from self._rows(file, place["offset"], line=place["line"])
+            offset = file.seek(start["offset"]) if start else skip_bom(file)
+            yield from self._rows(file, offset, line=start["line"] if start else 0)
 
     def _rows(self, file: BinaryIO, offset: int, *, line: int) -> Iterator[RawRow]:
         # Names that are local, since this loop is passed hundreds of thousands of times a second.
@@ -41,7 +39,7 @@ class JsonLinesFile:
             if len(raw) > limit and raw[-1] != _NEWLINE:
                 offset += skip_line(file)
                 raw = huge(f"{path}:{line}", limit)
-            elif raw.isspace() or (line == 1 and not (raw := raw.removeprefix(codecs.BOM_UTF8)).strip()):
+            elif raw.isspace():
                 continue
             yield RawRow(f"{path}:{line}", raw, {"file": number, "offset": offset, "line": line})
 

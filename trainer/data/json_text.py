@@ -3,7 +3,6 @@
 A row's place is the line where it begins, and its column too where another row stands on that line.
 """
 
-import codecs
 import json
 import logging
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.errors import UserError, require
-from trainer.data.byte_files import open_bytes
+from trainer.data.byte_files import open_bytes, skip_bom
 from trainer.data.json_cursor import Cursor, Place
 from trainer.data.json_lines import JsonLinesFile, decode, kind
 from trainer.data.raw_rows import Position, RawRow, huge
@@ -101,8 +100,7 @@ def open_json(path: str, number: int, *, max_row_bytes: int) -> JsonListFile | J
     raises   UserError for one object that holds no list of objects, or several
     """
     with open_bytes(path) as file:
-        begin = 3 if file.read(3) == codecs.BOM_UTF8 else 0
-        file.seek(begin)
+        begin = skip_bom(file)
         cursor = Cursor(file, Place(begin, 1, begin))
         first = cursor.peek()
         if first == b"[":

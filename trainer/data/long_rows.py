@@ -31,7 +31,7 @@ def fit(row: Row, labelled: list[Labelled], config: DataConfig) -> list[Tokenize
     longest = max(len(ids) for ids, _, _ in labelled)
     if longest <= config.max_seq_len:
         return _with_targets(row, labelled, config, cut=False)
-    match config.on_long_row:
+    match config.long_rows:
         case OnLongRow.truncate:
             return _with_targets(row, labelled, config, cut=True)
         case OnLongRow.split if row.messages is None:
@@ -81,9 +81,9 @@ def _pieces(row: Row, labelled: Labelled, config: DataConfig) -> list[TokenizedR
 
 
 def _refuse(row: Row, longest: int, config: DataConfig) -> None:
-    skipped = config.on_long_row is OnLongRow.skip
+    skipped = config.long_rows is OnLongRow.skip
     what = f"the row has {longest} tokens, and data.max_seq_len={config.max_seq_len}"
-    if config.on_long_row is OnLongRow.split:
+    if config.long_rows is OnLongRow.split:
         what += "; data.on_long_row=split is for texts and token ids, and a conversation cannot be cut into pieces"
     fail(
         row.origin,

@@ -14,8 +14,9 @@ from functools import lru_cache
 import numpy as np
 
 from trainer.config.data import DataConfig
+from trainer.data.grouping import group
 from trainer.data.mixing import plan_mix
-from trainer.data.packing import Units, group, pack, single
+from trainer.data.packing import Units, pack, single
 from trainer.data.permutation import UNITS, permutation
 
 KEPT_EPOCHS = 3

@@ -14,14 +14,14 @@ from trainer.data.conversations import (
     answered,
     conversation,
     is_assistant,
-    openai_turns,
     require_target,
     to_aside,
     with_system,
 )
 from trainer.data.row_shapes import Names, Shape
 from trainer.data.rows import Labelled, Message, Pair, Row, fail
-from trainer.data.values import kind_of, shown, to_text
+from trainer.data.messages import openai_turns
+from trainer.data.values import kind_of, shown, to_text, value_of
 
 _EQUAL = "so nothing is preferred; remove the row"
 
@@ -32,7 +32,7 @@ def to_pair(record: dict[str, Any], names: Names, where: str) -> Pair:
     answers = [record[name] for name in fields]
     if isinstance(answers[0], str) and answers[0] == answers[1]:
         fail(where, f"{fields[0]} and {fields[1]} are equal, {_EQUAL}", kind="equal answers")
-    prompt, aside = record.get(names["prompt"]), to_aside(record, names, where)
+    prompt, aside = value_of(record, names, "prompt"), to_aside(record, names, where)
     if all(_is_conversation(answer) for answer in answers):
         sides = _conversations(answers, prompt, names, where, aside)
     elif prompt is None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.data import RowFormat
-from trainer.data.conversations import answered, conversation, exchange, openai_turns, sharegpt_turns, to_aside
+from trainer.data.conversations import answered, conversation, exchanges, to_aside
 from trainer.data.rows import Example, Message, Row, fail
-from trainer.data.values import kind_of, says_nothing, shown, to_text
+from trainer.data.messages import exchange, openai_turns, sharegpt_turns
+from trainer.data.values import kind_of, says_nothing, shown, to_text, value_of
 
 Names = dict[str, str]
 """Our fields -> the file's."""
@@ -27,6 +28,14 @@ class Shape:
     """Our fields that are read where a row has them."""
     make: Callable[[dict[str, Any], Names, str], Example]
     """(fields, names, where) -> a row; raises BadRow."""
+    unmapped: tuple[str, ...] = ()
+    """Fields that are read under these names only."""
+
+
+def names_of_shape(shape: Shape, mapped: Names) -> Names:
+    """Our fields -> the file's. A field that a column is named for is read as that, and as nothing else."""
+    read = [ours for ours in (*shape.read, *shape.unmapped) if ours in mapped or ours not in mapped.values()]
+    return {ours: mapped.get(ours, ours) for ours in (*shape.needed, *read)}
 
 
 def _messages(record: dict[str, Any], names: Names, where: str) -> Row:
@@ -42,11 +51,11 @@ def _sharegpt(record: dict[str, Any], names: Names, where: str) -> Row:
 def _alpaca(record: dict[str, Any], names: Names, where: str) -> Row:
     task = to_text(record[names["instruction"]], names["instruction"], where)
     output = to_text(record[names["output"]], names["output"], where)
-    about = record.get(names["input"])
+    about = value_of(record, names, "input")
     if about is not None and to_text(about, names["input"], where, may_be_empty=True).strip():
         task = f"{task}\n\n{about}"
-    turns = [*_history(record.get("history"), where), *exchange(task, output)]
-    return conversation(turns, f"history + {names['output']}", where, to_aside(record, names, where))
+    turns = [*_history(value_of(record, names, "history"), where), *exchange(task, output)]
+    return exchanges(turns, where, to_aside(record, names, where))
 
 
 def _history(value: Any, where: str) -> list[Message]:
@@ -69,9 +78,7 @@ def _prompt_completion(record: dict[str, Any], names: Names, where: str) -> Row:
     aside = to_aside(record, names, where)
     if isinstance(prompt, list) or isinstance(completion, list):
         return answered(prompt, completion, fields, where, aside)
-    turns = exchange(to_text(prompt, fields[0], where), to_text(completion, fields[1], where))
-    before = [] if aside.system is None else [{"role": "system", "content": aside.system}]
-    return Row([*before, *turns], None, where, tools=aside.tools)
+    return exchanges(exchange(to_text(prompt, fields[0], where), to_text(completion, fields[1], where)), where, aside)
 
 
 def _text(record: dict[str, Any], names: Names, where: str) -> Row:
@@ -85,8 +92,8 @@ def _tokens(record: dict[str, Any], names: Names, where: str) -> Row:
         fail(where, f"{name} is empty; fill it or remove the row", kind="empty")
     if min(ids) < 0 or max(ids) > _MAX_ID:
         fail(where, f"{name} has {shown(min(ids) if min(ids) < 0 else max(ids))}, which is no token id", kind="tokens")
-    _require_no_padding(record.get("attention_mask"), name, where, length=len(ids))
-    labels = record.get(names["labels"])
+    _require_no_padding(value_of(record, names, "attention_mask"), name, where, length=len(ids))
+    labels = value_of(record, names, "labels")
     return Row(None, None, where, tokens=(ids, list(ids) if labels is None else _labels(labels, ids, names, where)))
 
 
@@ -110,24 +117,22 @@ def _labels(value: Any, ids: list[int], names: Names, where: str) -> list[int]:
     if len(labels) != len(ids):
         what = f"{name} has {len(labels)} entries and {names['input_ids']} {len(ids)}; give each token one"
         fail(where, what, kind="tokens")
-    for index, (label, token_id) in enumerate(zip(labels, ids, strict=True)):
-        if label not in (_IGNORED, token_id):
-            what = f"{name}[{index}] is {shown(label)}; write {_IGNORED}, or the token's own id ({token_id})"
-            fail(where, f"{what}: labels are not shifted", kind="tokens")
-    if all(label == _IGNORED for label in labels):
+    wrong = (i for i, (label, token) in enumerate(zip(labels, ids, strict=True)) if label not in (_IGNORED, token))
+    if labels != ids and (index := next(wrong, None)) is not None:
+        what = f"{name}[{index}] is {shown(labels[index])}; write {_IGNORED}, or the token's own id ({ids[index]})"
+        fail(where, f"{what}: labels are not shifted", kind="tokens")
+    if set(labels) == {_IGNORED}:
         fail(where, f"{name} has no target, for each is {_IGNORED}; remove the row", kind="no target")
     return labels
 
 
 _ASIDE = ("system", "tools")
 SHAPES = {
-    RowFormat.messages: Shape("messages", ("messages",), _ASIDE, _messages),
-    RowFormat.sharegpt: Shape("sharegpt", ("messages",), _ASIDE, _sharegpt),
-    RowFormat.alpaca: Shape("alpaca", ("instruction", "output"), ("input", *_ASIDE), _alpaca),
+    RowFormat.messages: Shape("messages", ("messages",), _ASIDE, _messages, ("functions",)),
+    RowFormat.sharegpt: Shape("sharegpt", ("messages",), _ASIDE, _sharegpt, ("functions",)),
+    RowFormat.alpaca: Shape("alpaca", ("instruction", "output"), ("input", *_ASIDE), _alpaca, ("history",)),
     RowFormat.prompt_completion: Shape("prompt/completion", ("prompt", "completion"), _ASIDE, _prompt_completion),
     RowFormat.text: Shape("text", ("text",), (), _text),
-    RowFormat.tokens: Shape("tokens", ("input_ids",), ("labels",), _tokens),
+    RowFormat.tokens: Shape("tokens", ("input_ids",), ("labels",), _tokens, ("attention_mask",)),
 }
 """A row that could be several, each telling the same, is the first of them."""
-EARLIER_WORDS = ("functions", "history", "attention_mask")
-"""Fields that are read under these names only."""

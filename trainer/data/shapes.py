@@ -12,9 +12,9 @@ from trainer.config.errors import require
 from trainer.config.preference import Method
 from trainer.data.first_row import detect, names_of
 from trainer.data.preference_shapes import LABELLED, PAIRS
-from trainer.data.row_shapes import SHAPES, Names, Shape
+from trainer.data.row_shapes import SHAPES, Names, Shape, names_of_shape
 from trainer.data.rows import Example, fail
-from trainer.data.values import fields_of, plain, says_nothing
+from trainer.data.values import fields_of, plain, says_nothing, value_of
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def make_shaper(first: dict[str, Any], where: str, source: SourceConfig, method:
     lacking = f", but the file's first row is {shape.title}; give every row the same shape"
     needed = tuple(names[ours] for ours in shape.needed)
     _require_found(shape, first, where, mapped)
+    _require_apart(names)
     return Shaper(shape, names, needed, lacking, _describe(shape, first, names))
 
 
@@ -82,7 +83,7 @@ def _preferences(
         f"data.format={format.value} has no effect with {chosen}, whose rows have {shape.title}; leave it out",
     )
     _require_read(shape, mapped, chosen)
-    names = {ours: mapped.get(ours, ours) for ours in (*shape.needed, *shape.read)}
+    names = names_of_shape(shape, mapped)
     # The prompt of a pair may be missing, but not where a column is named for it.
     needed = tuple(dict.fromkeys(names[ours] for ours in (*shape.needed, *(["prompt"] if "prompt" in mapped else []))))
     keys = ", ".join(f"data.columns.{ours}" for ours in dict.fromkeys(("prompt", *shape.needed)))
@@ -91,11 +92,13 @@ def _preferences(
     if not all(name in first for name in needed):
         shaper.row(first, where)  # raises
     _require_found(shape, first, where, mapped)
+    _require_apart(names)
     return shaper
 
 
 def _describe(shape: Shape, first: dict[str, Any], names: Names) -> str:
-    found = [ours for ours in shape.read if not says_nothing(first.get(names[ours]))]
+    read = (*shape.read, *shape.unmapped)
+    found = [ours for ours in read if not says_nothing(value_of(first, names, ours))]
     renamed = [f"{plain(names[ours])} -> {ours}" for ours in (*shape.needed, *found) if names[ours] != ours]
     beside = f" with {', '.join(found)}" if found else ""
     return f"{shape.title}{beside}{' (' + ', '.join(renamed) + ')' if renamed else ''}"
@@ -125,6 +128,13 @@ def _require_read(shape: Shape, mapped: dict[str, str], chosen: str) -> None:
         f"{_shown(unread)} has no effect with {chosen}, whose rows have {', '.join((*shape.needed, *shape.read))}; "
         "leave it out",
     )
+
+
+def _require_apart(names: Names) -> None:
+    """No two of our fields are one of the file's."""
+    for theirs in names.values():
+        ours = [f"data.columns.{key}" for key, name in names.items() if name == theirs]
+        require(len(ours) < 2, f"{' and '.join(ours)} are both {theirs}; name the file's field of each")
 
 
 def _require_found(shape: Shape, first: dict[str, Any], where: str, mapped: dict[str, str]) -> None:

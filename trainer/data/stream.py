@@ -19,7 +19,7 @@ import numpy as np
 from accelerate.utils import gather_object
 
 from trainer.config.data import DataConfig
-from trainer.config.errors import UserError
+from trainer.config.errors import UserError, require
 from trainer.data.interleave import HeldOut, Interleave
 from trainer.data.readers import Reader
 from trainer.data.rows import BadRow
@@ -138,15 +138,19 @@ class StreamSteps:
         self._step, self._window, self._taken, self._start = step, None, 0, state["start"]
         if state["sha256"] is None:
             return
-        self._enter(self._next_window())
-        if self._window.sha256() != state["sha256"]:
-            names = ", ".join(reader.name for reader in self._readers)
-            raise UserError(
-                f"{names}: the rows that this run had in progress do not give the same tokens as before: the data, the "
-                "tokenizer, the chat template or the settings of data changed; restore them, or start a new run "
-                "without resume"
-            )
+        try:
+            self._enter(self._next_window())
+        except UserError as error:
+            raise UserError(self._changed(f"cannot be read again: {error}")) from error
+        require(self._window.sha256() == state["sha256"], self._changed("do not give the same tokens again"))
         self._taken = state["taken"]
+
+    def _changed(self, how: str) -> str:
+        names = ", ".join(reader.name for reader in self._readers)
+        return (
+            f"{names}: rows that this run was in the middle of {how}. The data, the tokenizer, the chat template or "
+            "settings of data changed since the checkpoint; restore them, or start a new run without resume"
+        )
 
     def sample(self, num_rows: int) -> list[TokenRow]:
         interleave = Interleave(self._readers, self._config, skip=self._skip)

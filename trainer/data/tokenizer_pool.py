@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -48,6 +49,8 @@ class TokenizerPool:
         if num_workers:
             start = (_start_worker, (self._tokenizers,))
             self._workers = ProcessPoolExecutor(num_workers, get_context("spawn"), *start)
+            # also where nobody closes the pool, as after an exception
+            self._end = weakref.finalize(self, self._workers.shutdown, cancel_futures=True)
 
     def tokenize(self, rows: Iterable[SourceRow]) -> Iterator[Tokenized]:
         """What becomes of each row, in their order; `input_ids` and `labels` are [T] int32 arrays."""
@@ -87,9 +90,9 @@ class TokenizerPool:
 
     def close(self) -> None:
         """End the workers; those at work end with their chunk."""
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.shutdown(cancel_futures=True)
+        if self._workers is not None:
+            self._workers = None
+            self._end()
 
     def __enter__(self) -> "TokenizerPool":
         return self

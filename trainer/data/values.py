@@ -37,6 +37,11 @@ def fields_of(record: dict[str, Any]) -> str:
     return ", ".join(names + [f"and {more} more"] * (more > 0)) or "(none)"
 
 
+def value_of(record: dict[str, Any], names: dict[str, str], ours: str) -> Any:
+    """What a row has in one of our fields; None where it has none, or the file's is read as another of ours."""
+    return record.get(names[ours]) if ours in names else None
+
+
 def plain(name: Any) -> str:
     """A field's name, cut and fit to be printed."""
     name = str(name)[:_NAME_LEN]
