@@ -25,6 +25,7 @@ from rich.console import Console
 from trainer.compose import load_config
 from trainer.config.data import STDIN
 from trainer.config.errors import UserError, require
+from trainer.config.model import short_name
 from trainer.config.schema import Config
 from trainer.data.inspection.kinds import Only
 from trainer.settings import read_settings
@@ -108,7 +109,7 @@ def inspect(arguments: list[str]) -> dict:
         _print(settings, shelf)
     if settings.html:
         _write_page(settings, config, shelf)
-    report = {"name": "inspect_data", "data": _name(config), "model": config.model.path or config.model.source.value}
+    report = {"name": "inspect_data", "data": _name(config), "model": short_name(config.model)}
     return report | found.as_dict() | {"notes": notes_of(found), "html": settings.html}
 
 
@@ -149,7 +150,7 @@ def _print(settings: Settings, shelf: "Shelf") -> None:
 def _write_page(settings: Settings, config: Config, shelf: "Shelf") -> None:
     from trainer.data.inspection.page import write_page
 
-    title = f"{_name(config)} as {config.model.path or config.model.source.value} reads it"
+    title = f"{', '.join(shelf.gathered.names)} as {short_name(config.model)} reads it"
     write_page(Path(settings.html), title, shelf.inspection, shelf.sample(settings.page_rows))
     if not settings.json:
         print(f"page     {settings.html}")

@@ -19,6 +19,8 @@ from trainer.data.inspection.report import Inspection, LeftOut
 from trainer.data.inspection.selecting import Document, ShownRow
 
 FOLDER = Path(__file__).parent
+MAX_BAD = 100
+"""Rows that are left out, on the page."""
 MAX_TOKENS = 4000
 """Of a document; a longer one loses the middles of its stretches."""
 KINDS = {
@@ -145,7 +147,7 @@ def _table(title: str, names: Sequence[str], rows: Sequence[tuple[object, ...]])
 
 
 def _cell(value: object) -> str:
-    return f"<td>{value:,}</td>" if isinstance(value, int) else f"<td>{_text(value)}</td>"
+    return f'<td class="number">{value:,}</td>' if isinstance(value, int) else f"<td>{_text(value)}</td>"
 
 
 # ---- the rows
@@ -169,7 +171,7 @@ def _rows(found: Inspection, rows: Sequence[ShownRow]) -> Iterable[str]:
         f'{options}</select><input id="words" type="search" placeholder="words" aria-label="words">'
         '<span id="shown" class="muted"></span></div>'
     )
-    yield from map(_bad, found.bad)
+    yield from map(_bad, found.bad[:MAX_BAD])
     yield from map(_row, rows)
 
 

@@ -1,7 +1,6 @@
 """Everything that is counted, in one object: what the terminal, the page and the JSON line are written from."""
 
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +17,6 @@ from trainer.data.order import RunOrder
 
 MAX_PLACES = 5
 """Of each kind, in the summary."""
-MAX_BAD_LISTED = 100
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def _kinds(gathered: Gathered) -> dict[str, tuple[int, list[str]]]:
 
 
 def _left_out(gathered: Gathered) -> list[LeftOut]:
-    pairs = islice(zip(gathered.bad, gathered.bad_names, strict=True), MAX_BAD_LISTED)
+    pairs = zip(gathered.bad, gathered.bad_names, strict=True)
     return [
         LeftOut(fault.where, fault.kind, fault.what, name, gathered.excerpts.get(fault.where, ""))
         for fault, name in pairs
