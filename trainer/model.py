@@ -105,8 +105,14 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _open_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
-    with _explained(config):
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=config.revision)
+    try:
+        with _explained(config):
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=config.revision)
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} holds no tokenizer that can be read ({reason}); put its files beside it") from error
     require(tokenizer.eos_token_id is not None, f"{path}: the tokenizer has no eos token; set one in its config")
     return tokenizer
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.e2e.conftest import ROOT, environment
+from trainer.kernels import _cpp
 
 FOX = "The quick brown fox jumps over the lazy dog and runs away into the deep dark forest of the north."
 
@@ -26,20 +27,34 @@ def folder(tmp_path_factory):
     return path
 
 
-def inspect_data(folder, *arguments: str, check: bool = True, **options) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / "inspect_data.py"), "model=tiny", "data=file", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, **options)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory):
+    """The environment with a cache over the compiled kernels: tables of these files and no others."""
+    path = tmp_path_factory.mktemp("cache")
+    (path / "kernels").symlink_to(_cpp.cache_dir(), target_is_directory=True)
+    return {**environment(), "LOWBIT_CACHE": str(path)}
+
+
+@pytest.fixture
+def inspect_data(folder, own_cache):
+    """Runs the script on a tiny model, beside the files; returns the finished process."""
+
+    def run(*arguments: str, check: bool = True, script: str = "scripts/inspect_data.py", **options):
+        command = [sys.executable, str(ROOT / script), "model=tiny", "data=file", *arguments]
+        done = subprocess.run(command, cwd=folder, env=own_cache, capture_output=True, text=True, **options)
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return run
 
 
 def counts(done: subprocess.CompletedProcess) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_file_with_faults_is_shown_whole(folder):
+def test_a_file_with_faults_is_shown_whole(inspect_data, folder):
     done = inspect_data(
-        folder, "data.path=train.jsonl", "data.eval_path=eval.jsonl", "rows=2", "html=page.html", "data.packing=true"
+        "data.path=train.jsonl", "data.eval_path=eval.jsonl", "rows=2", "html=page.html", "data.packing=true"
     )
     found = counts(done)
     assert (found["source_rows"], found["rows"], found["held_out_rows"]) == (17, 13, 2)
@@ -57,31 +72,32 @@ def test_a_file_with_faults_is_shown_whole(folder):
     assert page.startswith("<!doctype html>") and "train.jsonl:15" in page
 
 
-def test_training_agrees_with_what_was_said(folder, train):
-    """The refusal is the one that training gives, and the counts are those of the run's log."""
-    arguments = [f"data.path={folder}/train.jsonl", "train.max_steps=1", "data=file", "model=tiny", "conf=qlora"]
-    refused = train(*arguments, check=False)
-    said = counts(inspect_data(folder, f"data.path={folder}/train.jsonl", "json=true"))["refusals"][0]
-    assert refused.returncode == 2 and said in " ".join(refused.stderr.split())
+def test_training_stops_at_what_was_said(inspect_data):
+    said = counts(inspect_data("data.path=train.jsonl", "json=true"))["refusals"][0]
+    refused = inspect_data(
+        *("conf=qlora", "data.path=train.jsonl", "train.max_steps=1", "output_dir=out"), script="train.py", check=False
+    )
+    assert refused.returncode != 0 and said in " ".join((refused.stdout + refused.stderr).split())
 
 
-def test_one_row_with_its_tokens(folder):
-    done = inspect_data(folder, "data.path=train.jsonl", "row=train.jsonl:1", "tokens=true")
+def test_one_row_with_its_tokens(inspect_data):
+    done = inspect_data("data.path=train.jsonl", "row=train.jsonl:1", "tokens=true")
     assert "0‹19›" in done.stdout and "🙂‹" in done.stdout and "<|im_end|>‹2›" in done.stdout
-    bad = inspect_data(folder, "data.path=train.jsonl", "row=train.jsonl:5")
-    assert "no completion" in bad.stdout and '{"prompt": "no answer"}' in bad.stdout
+    bad = inspect_data("data.path=train.jsonl", "row=train.jsonl:5")
+    lines = bad.stdout.splitlines()
+    assert "train.jsonl:5: no completion" in lines[1] and lines[2] == '{"prompt": "no answer"}'
 
 
-def test_preferences_show_both_sides(folder):
-    done = inspect_data(folder, "conf=dpo", "data.path=pairs.jsonl", "rows=1")
+def test_preferences_show_both_sides(inspect_data):
+    done = inspect_data("conf=dpo", "data.path=pairs.jsonl", "rows=1")
     assert "[chosen]" in done.stdout and "[rejected]" in done.stdout
     assert counts(done)["rows"] == 11
 
 
-def test_standard_input_and_json_alone(folder):
+def test_standard_input_and_json_alone(inspect_data, folder):
     rows = (folder / "pairs.jsonl").read_text()
     options = ("data.columns.completion=chosen", "data.path=-", "json=true")
-    done = inspect_data(folder, *options, input=rows)
+    done = inspect_data(*options, input=rows)
     assert len(done.stdout.splitlines()) == 1 and counts(done)["source_rows"] == 12
 
 
@@ -94,6 +110,6 @@ def test_standard_input_and_json_alone(folder):
         (("data.path=train.jsonl", "html=nowhere/page.html"), "html=nowhere/page.html"),
     ],
 )
-def test_mistakes_are_answered_in_a_line(folder, arguments, words):
-    done = inspect_data(folder, *arguments, check=False)
+def test_mistakes_are_answered_in_a_line(inspect_data, arguments, words):
+    done = inspect_data(*arguments, check=False)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr

@@ -384,10 +384,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def shelf(folder, tokenizer, tmp_path_factory):
+def own_cache(tokenizer, tmp_path_factory):
+    """Tables of these files and no others: a table that another run made of equal files has that run's places."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOWBIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return opened(folder, tokenizer)
+        yield
+
+
+@pytest.fixture(scope="module")
+def shelf(folder, tokenizer, own_cache):
+    return opened(folder, tokenizer)
 
 
 def opened(folder, tokenizer, **options) -> Shelf:
@@ -423,7 +429,7 @@ def test_the_counts_of_a_file(shelf):
     json.dumps(found)
 
 
-def test_skipping_bad_rows_would_train_and_packing_says_how_full(folder, tokenizer):
+def test_skipping_bad_rows_would_train_and_packing_says_how_full(folder, tokenizer, own_cache):
     found = opened(folder, tokenizer, on_bad_row=OnBadRow.skip, packing=True).inspection
     assert found.refusals == () and found.bad_kinds
     packing = found.packing
@@ -431,14 +437,14 @@ def test_skipping_bad_rows_would_train_and_packing_says_how_full(folder, tokeniz
     assert packing["efficiency"] == pytest.approx(found.tokens / (packing["units"] * 512), abs=1e-4)
 
 
-def test_a_stream_is_inspected_by_its_first_rows(folder, tokenizer):
+def test_a_stream_is_inspected_by_its_first_rows(folder, tokenizer, own_cache):
     shelf = opened(folder, tokenizer, streaming=True, shuffle_buffer=10)
     assert shelf.inspection.total("source_rows") == 10 and shelf.inspection.first_rows == 10
     assert len(shelf.gathered.train) == 8 and len(shelf.inspection.bad) == 2
     assert any("first 10 rows" in note for note in notes_of(shelf.inspection))
 
 
-def test_too_few_rows_are_shown_and_refused(tmp_path, tokenizer):
+def test_too_few_rows_are_shown_and_refused(tmp_path, tokenizer, own_cache):
     (tmp_path / "one.jsonl").write_text('{"text": "only one"}\n')
     config = DataConfig(source=DataSource.file, path=str(tmp_path / "one.jsonl"))
     gathered = gather(config, Method.none, tokenizer, 0)

@@ -89,7 +89,7 @@ def test_the_tokenizer_alone_is_that_of_the_loaded_model():
 
 def test_a_folder_without_tokenizer_is_answered(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match="could not be loaded"):
+    with pytest.raises(UserError, match="holds no tokenizer that can be read"):
         load_tokenizer(ModelConfig(ModelSource.folder, str(tmp_path)))
 
 
