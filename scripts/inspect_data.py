@@ -118,7 +118,7 @@ def _config(overrides: list[str]) -> Config:
         overrides = ["conf=qlora", *overrides]
     config = load_config(*overrides)
     if config.data.path == STDIN:
-        from trainer.data.stdin import spool_stdin
+        from trainer.data.reading.stdin import spool_stdin
         from trainer.sources.cache import cache_dir
 
         config.data.path = str(spool_stdin(cache_dir() / "stdin"))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from trainer.config.data import DataConfig, DataSource, MixUntil, SourceConfig
 from trainer.config.errors import UserError
-from trainer.data.interleave import HeldOut, Interleave, SourceRow
-from trainer.data.readers import ListReader
+from trainer.data.reading.readers import ListReader, RawRow
+from trainer.data.streams.interleave import HeldOut, Interleave
 
 
 def reader(name: str, size: int) -> ListReader:
@@ -32,7 +32,7 @@ def mixed(sizes: list[int], until: str = "all", skip: dict[int, HeldOut] | None 
 def epoch(stream: Interleave) -> list[str]:
     """The rows of one epoch, `a1 a2 b1`."""
     rows = takewhile(lambda row: row is not None, iter(stream.next_row, "never"))
-    return [row.row.where.replace(":", "") for row in rows]
+    return [row.where.replace(":", "") for _, row in rows]
 
 
 def test_sources_without_weights_follow_one_another() -> None:
@@ -150,9 +150,10 @@ def test_goes_on_from_any_row(
     shares = {"weight": weights[: len(sizes)]} if weights else {"epochs": epochs[: len(sizes)]}
     shares["max_rows"] = [limit] * len(sizes)
 
-    def rows(stream: Interleave, number: int) -> list[SourceRow | None]:
+    def rows(stream: Interleave, number: int) -> list[tuple[int, RawRow] | None]:
         return [stream.next_row() for _ in range(number)]
 
+    until = until if weights else "all"
     whole = rows(mixed(sizes, until, **shares), stop + 40)
     first = mixed(sizes, until, **shares)
     assert rows(first, stop) == whole[:stop]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import chain
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -19,60 +17,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
+from tests.trainer.letters import MAX_SEQ_LEN, Letters, Texts, hash_of, texts
 from trainer.config.data import DataConfig, DataSource, MixUntil, OnBadRow, SourceConfig
 from trainer.config.errors import UserError
-from trainer.config.preference import Method
-from trainer.data.interleave import HeldOut, Interleave
 from trainer.data.loader import row_len
-from trainer.data.readers import ListReader, RawRow, open_reader
-from trainer.data.rows import BadRow
-from trainer.data.shapes import make_shaper
-from trainer.data.stream import StreamSteps
-from trainer.data.table import HOPELESS_ROWS
+from trainer.data.opening import HOPELESS_ROWS
+from trainer.data.reading.raw_rows import RawRow
+from trainer.data.reading.readers import open_reader
+from trainer.data.rows import Tokenized, TokenRow
+from trainer.data.streams.interleave import HeldOut, Interleave
+from trainer.data.streams.stream import StreamSteps
+from trainer.data.streams.windows import Window, Windows
 from trainer.data.tokenizer_pool import TokenizerPool
-from trainer.data.tokenizing import RowTokenizer, Tokenized, TokenRow
-from trainer.data.windows import Window, Windows
-from trainer.sources.tiny import tiny_model
-
-MAX_SEQ_LEN = 16
 
 
-class Letters:
-    """A row's text as its bytes: 1 to 16 tokens. `bad` cannot be trained on, and `two` becomes two rows."""
-
-    def __init__(self, reader: Any) -> None:
-        self.reader = reader
-
-    def __call__(self, raw: RawRow) -> Tokenized:
-        try:
-            text = self.reader.parse(raw)["text"]
-        except BadRow as fault:
-            return fault
-        if text.startswith("bad"):
-            return BadRow(raw.where, "it is bad", kind="bad")
-        ids = list(text.encode()[:MAX_SEQ_LEN])
-        row = {"input_ids": ids, "labels": [-100, *ids[1:]], "origin": raw.where, "content": hash_of(text)}
-        rows = [{**row, "truncated": len(text) - len(ids)}]
-        return rows * 2 if text.startswith("two") else rows
-
-
-def hash_of(text: str) -> int:
-    return int.from_bytes(text.encode()[:8].ljust(8, b"."), "big")
-
-
-def texts(name: str, size: int, kinds: str = "") -> list[str]:
-    """`size` texts of 1 to 16 bytes, each as its letter in `kinds` says: bad, two rows, or one."""
-    words = {"b": "bad", "t": "two"}
-    return [
-        (words.get(kinds[row % len(kinds)] if kinds else "", "") + f"{name}{row}" + "x" * (row * 7 % 12))[:MAX_SEQ_LEN]
-        for row in range(size)
-    ]
-
-
-def readers_of(sources: list[list[str]]) -> list[ListReader]:
-    return [ListReader("abcdef"[index], [{"text": text} for text in rows]) for index, rows in enumerate(sources)]
+def readers_of(sources: list[list[str]]) -> list[Texts]:
+    return [Texts("abcdef"[index], rows) for index, rows in enumerate(sources)]
 
 
 def config_of(num_sources: int, *, weights: list[float] | None = None, **settings: Any) -> DataConfig:
@@ -136,19 +97,20 @@ def drawn(sizes: list[tuple[int, str]]) -> list[list[str]]:
 def test_every_row_of_a_pass_once_over_ranks(
     sizes: list[tuple[int, str]],
     weights: list[float] | None,
-    order: dict[str, bool],
+    order: dict[str, Any],
     window: int,
     world_size: int,
     until: MixUntil,
 ) -> None:
     sources = drawn(sizes)
-    config = config_of(len(sources), weights=weights, shuffle_buffer=window, mix_until=until, **order)
+    order = {**order, "mix_until": until} if weights else order
+    config = config_of(len(sources), weights=weights, shuffle_buffer=window, **order)
     mix = Interleave(readers_of(sources), config)
     passes = [Counter(), Counter(), Counter()]
     while mix.epoch < 3:
-        epoch, row = mix.epoch, mix.next_row()
-        if row is not None and not row.row.raw["text"].startswith("bad"):
-            passes[epoch][row.row.where] += 2 if row.row.raw["text"].startswith("two") else 1
+        epoch, taken = mix.epoch, mix.next_row()
+        if taken is not None and not (row := taken[1]).raw["text"].startswith("bad"):
+            passes[epoch][row.where] += 2 if row.raw["text"].startswith("two") else 1
     taken = [Counter(), Counter(), Counter()]
     shares = []
     for rank in range(world_size):
@@ -220,7 +182,7 @@ def test_order_of_the_source_without_shuffle() -> None:
 def test_resume_takes_what_the_uninterrupted_run_takes(
     sizes: list[tuple[int, str]],
     weights: list[float] | None,
-    order: dict[str, bool],
+    order: dict[str, Any],
     window: int,
     rank: int,
     world_size: int,
@@ -367,21 +329,33 @@ def test_rows_do_not_depend_on_workers() -> None:
     assert not active_children()
 
 
-SCRIPT = """
+INTERRUPTED = """
 import sys
 from multiprocessing import active_children
-import test_stream
+from tests.trainer.letters import texts
+from tests.trainer.test_stream import config_of, steps_of, take
 if __name__ == "__main__":
-    steps = test_stream.steps_of(
-        [test_stream.texts("a", 2000)], test_stream.config_of(1, num_workers=1, shuffle_buffer=700)
-    )
+    steps = steps_of([texts("a", 2000)], config_of(1, num_workers=1, shuffle_buffer=700))
     steps.micro_batches(0)
     try:
-        print(*(child.pid for child in active_children()), flush=True)
+        print(active_children()[0].pid, flush=True)
         sys.stdin.readline()
     except KeyboardInterrupt:
-        test_stream.take(steps, 1, 900)  # of workers that do not heed the interrupt
+        take(steps, 1, 900)  # of a worker that does not heed the interrupt
         raise RuntimeError("an exception, without close")
+"""
+KILLED = """
+import sys
+from multiprocessing import active_children
+from tests.trainer.letters import Letters, Texts, texts
+from trainer.data.tokenizer_pool import TokenizerPool
+if __name__ == "__main__":
+    reader = Texts("a", texts("a", 2000))
+    pool = TokenizerPool([Letters(reader)], num_workers=1)
+    rows = pool.tokenize((0, row) for row in reader.raw())
+    next(rows)
+    print(active_children()[0].pid, flush=True)
+    sys.stdin.readline()
 """
 
 
@@ -394,20 +368,20 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks for processes in /proc")
 def test_nothing_is_left_running(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent}"}
-    pipe = subprocess.PIPE
-    options = {"env": environment, "stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True}
-    runs = [subprocess.Popen([sys.executable, str(script)], start_new_session=True, **options) for _ in range(2)]
-    workers = [list(map(int, run.stdout.readline().split())) for run in runs]
-    assert all(map(len, workers)) and all(map(is_running, chain(*workers)))
+    pipe, runs = subprocess.PIPE, []
+    options = {"env": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, "stdin": pipe, "text": True}
+    for name, text in (("interrupted", INTERRUPTED), ("killed", KILLED)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(text)
+        command = [sys.executable, str(script)]
+        runs.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True, **options))
+    workers = [int(run.stdout.readline()) for run in runs]
+    assert all(map(is_running, workers))
     os.killpg(runs[0].pid, signal.SIGINT)  # as a terminal sends Ctrl-C: to workers too
     runs[1].kill()
     # they end when nobody has their pipes any more, workers included
     said = [run.communicate()[1] for run in runs]
-    assert not any(map(is_running, chain(*workers)))
+    assert not any(map(is_running, workers))
     assert said[0].count("Traceback") == 2 and said[0].endswith("RuntimeError: an exception, without close\n")
     assert "Traceback" not in said[1]
 
@@ -474,31 +448,3 @@ def test_int32_arrays_become_lists() -> None:
         row = steps.micro_batches(0)[0][0]
     assert type(row["input_ids"]) is list and type(row["input_ids"][0]) is int
     assert not any(isinstance(value, np.ndarray) for value in row.values())
-
-
-def test_a_file_with_a_real_tokenizer(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
-    lines = [{"prompt": f"Count to {row}", "completion": "1 " * (1 + row % 9)} for row in range(25)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    source = SourceConfig(path=str(path))
-    config = DataConfig(source=DataSource.file, path=str(path), max_seq_len=128, shuffle_buffer=10, packing=True)
-    reader = open_reader(source, max_row_bytes=1000)
-    first = next(reader.raw())
-    shaper = make_shaper(reader.parse(first), first.where, source, Method.none)
-    tokenizing = RowTokenizer(reader, shaper, tokenizer, config)
-
-    def steps() -> StreamSteps:
-        run = dict(seed=0, rank=0, world_size=1, batch_size=1, grad_accum_steps=1, max_steps=30)
-        return StreamSteps([reader], [pickle.loads(pickle.dumps(tokenizing))], config, **run)
-
-    whole = take(steps(), 0, 30)
-    taken = [row["origin"] for step in whole for micro in step for row in micro]
-    assert sorted(taken[:25]) == sorted(f"{path}:{row}" for row in range(1, 26))
-    expected = {raw.where: tokenizing(raw)[0] for raw in reader.raw()}
-    for row in (row for step in whole for micro in step for row in micro):
-        assert all(row[name] == expected[row["origin"]][name] for name in ("input_ids", "labels", "content"))
-    begun, resumed = steps(), steps()
-    take(begun, 0, 17)
-    resumed.restore(through_json(begun.state()), 17)
-    assert take(resumed, 17, 30) == whole[17:]

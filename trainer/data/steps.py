@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from datasets import Dataset
 
 from trainer.data.loader import BatchPlan
-from trainer.data.tokenizing import TokenRow
+from trainer.data.rows import TokenRow
 
 
 class Steps(Protocol):

@@ -25,8 +25,7 @@ from datasets.arrow_writer import ArrowWriter
 from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import UserError
 from trainer.data.opening import HOPELESS_ROWS
-from trainer.data.rows import BadRow
-from trainer.data.tokenizing import Tokenized, TokenRow
+from trainer.data.rows import BadRow, Tokenized, TokenRow
 
 logger = logging.getLogger(__name__)
 

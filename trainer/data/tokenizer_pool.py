@@ -22,10 +22,8 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.data.interleave import SourceRow
-from trainer.data.readers import RawRow
-from trainer.data.rows import BadRow
-from trainer.data.tokenizing import Tokenized, TokenRow
+from trainer.data.reading.raw_rows import RawRow
+from trainer.data.rows import BadRow, Tokenized, TokenRow
 
 CHUNK_ROWS = 256
 """Raw rows that travel to a worker at a time."""
@@ -52,13 +50,13 @@ class TokenizerPool:
             # also where nobody closes the pool, as after an exception
             self._end = weakref.finalize(self, self._workers.shutdown, cancel_futures=True)
 
-    def tokenize(self, rows: Iterable[SourceRow]) -> Iterator[Tokenized]:
-        """What becomes of each row, in their order; `input_ids` and `labels` are [T] int32 arrays."""
+    def tokenize(self, rows: Iterable[tuple[int, RawRow]]) -> Iterator[Tokenized]:
+        """What becomes of each source's number and row, in their order; ids and labels are [T] int32 arrays."""
         if self._workers is None:
             yield from (_tokenize(self._tokenizers, row) for row in rows)
             return
         rows = iter(rows)
-        under_way: deque[tuple[list[SourceRow], Future[list[Tokenized]] | None]] = deque()
+        under_way: deque[tuple[list[tuple[int, RawRow]], Future[list[Tokenized]] | None]] = deque()
         try:
             while True:
                 while len(under_way) < 2 * self._num_workers and (chunk := list(islice(rows, CHUNK_ROWS))):
@@ -71,13 +69,13 @@ class TokenizerPool:
                 if future is not None:
                     future.cancel()
 
-    def _submit(self, chunk: list[SourceRow]) -> Future[list[Tokenized]] | None:
+    def _submit(self, chunk: list[tuple[int, RawRow]]) -> Future[list[Tokenized]] | None:
         try:
             return self._workers.submit(_tokenize_chunk, chunk) if self._workers is not None else None
         except BrokenProcessPool:
             return None
 
-    def _result(self, chunk: list[SourceRow], future: Future[list[Tokenized]] | None) -> list[Tokenized]:
+    def _result(self, chunk: list[tuple[int, RawRow]], future: Future[list[Tokenized]] | None) -> list[Tokenized]:
         """A chunk's rows; of this process where the workers are gone, for they are the same."""
         try:
             if future is not None:
@@ -104,11 +102,12 @@ class TokenizerPool:
 def tokenize_all(tokenizer: Tokenizing, rows: Iterable[RawRow], *, num_workers: int) -> Iterator[Tokenized]:
     """What becomes of each row of one source; see `TokenizerPool`."""
     with TokenizerPool([tokenizer], num_workers=num_workers) as pool:
-        yield from pool.tokenize(SourceRow(0, row) for row in rows)
+        yield from pool.tokenize((0, row) for row in rows)
 
 
-def _tokenize(tokenizers: Sequence[Tokenizing], row: SourceRow) -> Tokenized:
-    result = tokenizers[row.source](row.row)
+def _tokenize(tokenizers: Sequence[Tokenizing], row: tuple[int, RawRow]) -> Tokenized:
+    source, raw = row
+    result = tokenizers[source](raw)
     return result if isinstance(result, BadRow) else [_compact(part) for part in result]
 
 
@@ -136,5 +135,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenize_chunk(rows: list[SourceRow]) -> list[Tokenized]:
+def _tokenize_chunk(rows: list[tuple[int, RawRow]]) -> list[Tokenized]:
     return [_tokenize(_tokenizers, row) for row in rows]

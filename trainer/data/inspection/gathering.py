@@ -20,7 +20,7 @@ from trainer.data.inspection.chunks import origins
 from trainer.data.inspection.counts import row_hashes
 from trainer.data.opening import OpenedSource, OpenedSources, open_sources
 from trainer.data.rows import BadRow
-from trainer.data.streaming import load_stream
+from trainer.data.streams.loading import load_stream
 from trainer.data.table import MAX_LISTED as LISTED_BY_TABLE
 from trainer.data.table import Report, Table, judge, read_table, write_table
 from trainer.data.tokenizer_pool import tokenize_all

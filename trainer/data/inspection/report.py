@@ -13,7 +13,7 @@ from trainer.data.inspection.conventions import Conventions, count_conventions
 from trainer.data.inspection.counts import Duplicates, Lengths, count_lengths, count_targets, find_duplicates
 from trainer.data.inspection.gathering import Gathered
 from trainer.data.inspection.leaks import Leaks, find_leaks
-from trainer.data.order import RunOrder
+from trainer.data.ordering.order import RunOrder
 
 MAX_PLACES = 5
 """Of each kind, in the summary."""
