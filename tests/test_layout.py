@@ -195,6 +195,7 @@ def test_readme_tree_is_the_disk():
         "scripts/*.py",
         "notebooks/*.ipynb",
         "trainer/serve/http/page/*",
+        "trainer/data/inspection/page.*",
     )
     disk = {str(path.relative_to(ROOT)) for pattern in ("train.py", *product) for path in ROOT.glob(pattern)}
     assert tree == disk
