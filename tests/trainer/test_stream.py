@@ -338,6 +338,15 @@ def test_rows_do_not_depend_on_workers() -> None:
     assert not active_children()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_the_next_window_does_not_spoil_this_one(workers: int) -> None:
+    rows = [*texts("a", 8), "bad"]
+    with closing(steps_of([rows], config_of(1, on_bad_row=OnBadRow.error, num_workers=workers))) as steps:
+        take(steps, 0, 2)
+        with pytest.raises(UserError, match="^a:9: it is bad; data.on_bad_row=skip"):
+            take(steps, 2, 3)
+
+
 INTERRUPTED = """
 import sys
 from multiprocessing import active_children
