@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data.raw_rows import Position, RawRow, Reader
+from trainer.data.reading.raw_rows import Position, RawRow, Reader
 from trainer.data.rows import BadRow, Tokenized
 
 MAX_SEQ_LEN = 16

@@ -1,7 +1,6 @@
 """Which tokens are read and which are learned, on toy tokenizers with the templates of well-known models."""
 
 import json
-import logging
 import time
 from pathlib import Path
 
@@ -9,11 +8,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from trainer.config.data import ColumnsConfig, DataConfig, OnLongRow, RewrittenHistory
+from trainer.config.data import ColumnsConfig, DataConfig, DataSource, OnLongRow, RewrittenHistory
 from trainer.config.errors import UserError
-from trainer.data.chat import Renderer, tokenize, tokenize_rows
-from trainer.data.formats import Row, read_jsonl
-from trainer.data.long_rows import TokenizedRow
+from trainer.config.preference import Method
+from trainer.data.opening import open_source, read_examples
+from trainer.data.rendering.chat import Renderer, tokenize
+from trainer.data.rendering.long_rows import TokenizedRow
+from trainer.data.rows import Row
 from trainer.serve.http.chat import render_chat
 from trainer.serve.http.protocol import ChatFields
 
@@ -281,51 +282,32 @@ def test_text_of_one_token_has_no_target() -> None:
         tokenize(Row(None, "", "train.jsonl:12"), toy(None), max_seq_len=8)
 
 
-def test_table_and_its_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    rows, tokenizer = [chat("a?", "0123456789"), Row(None, "Once.", "notes.jsonl:1")], toy(CHATML)
-    with caplog.at_level(logging.INFO, "trainer"):
-        table = tokenize_rows(rows, tokenizer, 50)
-    assert table.column_names == ["input_ids", "labels", "origin"]
-    assert table["origin"] == ["train.jsonl:12", "notes.jsonl:1"]
-    assert {table.features[name].feature.dtype for name in ("input_ids", "labels")} == {"int64"}
-    assert table[0]["input_ids"] == tokenize(rows[0], tokenizer, max_seq_len=50).input_ids
-    # Chat: 3 + 10 + "user\n" and "assistant\n" (5 + 10), "a?" (2), two starts, ends and newlines (6) = 33.
-    # Text: 5 letters and EOS. Targets: ten digits and the end of turn; all of the text but its first token.
-    assert caplog.messages == ["2 rows: 39 tokens, 16 of them targets; 0 rows cut to data.max_seq_len=50"]
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "trainer"):
-        tokenize_rows(rows, tokenizer, 30, **CUT)
-    # Three tokens are gone: the newline, which is no target, the end of turn and the tenth digit.
-    assert caplog.messages == ["2 rows: 36 tokens, 14 of them targets; 1 rows cut to data.max_seq_len=30"]
-
-
-def test_faults_are_counted() -> None:
-    rows = [chat("a?", "b"), chat("long " * 20, "b"), chat("long " * 20, "b"), chat("long " * 20, "b")]
-    with pytest.raises(UserError, match=r"no target token is left.*\(2 more of 4 rows are refused too\)"):
-        tokenize_rows(rows, toy(CHATML), 64, **CUT)
-
-
 def test_changed_template_is_seen_at_once() -> None:
     tokenizer, rows = toy(CHATML), [chat("a?", "b")]
-    before = tokenize_rows(rows, tokenizer, 99)[0]["input_ids"]
+    before = tokenize(rows[0], tokenizer, max_seq_len=99).input_ids
     tokenizer.chat_template = CHATML.replace("<|im_end|>\n", "<|im_end|>\n\n")
-    after = tokenize_rows(rows, tokenizer, 99)[0]["input_ids"]
+    after = tokenize(rows[0], tokenizer, max_seq_len=99).input_ids
     assert tokenizer.decode(after) == tokenizer.decode(before).replace("<|im_end|>\n", "<|im_end|>\n\n")
+
+
+def read(path: Path, **settings: object) -> list[Row]:
+    config = DataConfig(DataSource.file, str(path), **settings)
+    return list(read_examples(open_source(config.sources()[0], config, Method.none)))
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the data folder beside the checkout is absent")
 def test_real_rows_at_speed() -> None:
-    rows = read_jsonl(
-        str(DATA / "gsm8k_train.jsonl"), ColumnsConfig(prompt="question", completion="answer"), limit=1000
+    rows = read(
+        DATA / "gsm8k_train.jsonl", columns=ColumnsConfig(prompt="question", completion="answer"), max_rows=1000
     )
     tokenizer = toy(SMOLLM2)
     start = time.process_time()
-    table = tokenize_rows(rows, tokenizer, 4096)
+    done = [tokenize(row, tokenizer, max_seq_len=4096) for row in rows]
     assert (
         time.process_time() - start < 6
     )  # 0.7 ms a row with a real vocabulary, so 0.7 s; a quadratic way takes minutes
-    for row, labels in zip(rows, table["labels"], strict=True):
-        answer = tokenizer.decode([label for label in labels if label != -100])
+    for row, tokens in zip(rows, done, strict=True):
+        answer = tokenizer.decode([label for label in tokens.labels if label != -100])
         assert answer == row.messages[1]["content"] + "<|im_end|>"
 
 
@@ -336,5 +318,5 @@ def test_real_instructions(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     tokenizer = toy(LLAMA3, adds_bos=True)
-    for row in read_jsonl(str(path), ColumnsConfig()):
+    for row in read(path):
         assert learned(row, tokenizer) == [row.messages[1]["content"].strip() + "<|eot|>"]  # the template trims

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from trainer.data.conversations import Aside, conversation
 from trainer.data.rows import BadRow, Message, Row
-from trainer.data.tools import to_tools
-from trainer.data.messages import OPENAI_ROLES, SHAREGPT_ROLES, openai_turns, sharegpt_turns
-from trainer.data.values import MAX_DEPTH
+from trainer.data.shaping.conversations import Aside, conversation
+from trainer.data.shaping.messages import OPENAI_ROLES, SHAREGPT_ROLES, openai_turns, sharegpt_turns
+from trainer.data.shaping.tools import to_tools
+from trainer.data.shaping.values import MAX_DEPTH
 
 NOTHING = Aside(None, "system", None)
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}

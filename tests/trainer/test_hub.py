@@ -15,8 +15,8 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from trainer.config.data import DataSource, SourceConfig
 from trainer.config.errors import UserError
-from trainer.data.hub import HubReader
-from trainer.data.readers import open_reader
+from trainer.data.reading.hub import HubReader
+from trainer.data.reading.readers import open_reader
 
 ROWS = [{"text": f"row {i}", "turns": [{"a": i}] if i % 2 else [{"b": "x"}]} for i in range(25)]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from trainer.config.data import DataConfig, DataSource, MixUntil, SourceConfig
 from trainer.config.errors import UserError
-from trainer.data.interleave import HeldOut, Interleave
-from trainer.data.readers import ListReader, RawRow
+from trainer.data.reading.readers import ListReader, RawRow
+from trainer.data.streams.interleave import HeldOut, Interleave
 
 
 def reader(name: str, size: int) -> ListReader:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from trainer.config.data import DataConfig, DataSource, MixUntil, SourceConfig
 from trainer.config.errors import UserError
-from trainer.data.mixing import MixPlan, plan_mix
-from trainer.data.permutation import FIRST_SOURCE
+from trainer.data.ordering.mixing import MixPlan, plan_mix
+from trainer.data.ordering.permutation import FIRST_SOURCE
 
 
 def source(weight: float | None = None, epochs: float | None = None) -> SourceConfig:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.config.data import DataConfig, DataSource, SourceConfig
 from trainer.data.loader import BatchPlan
-from trainer.data.order import KEPT_EPOCHS, RunOrder
+from trainer.data.ordering.order import KEPT_EPOCHS, RunOrder
 
 ORDERS = {
     "plain": {},

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.grouping import group
-from trainer.data.packing import WINDOW_ROWS, Units, pack, single
-from trainer.data.permutation import permutation
+from trainer.data.ordering.grouping import group
+from trainer.data.ordering.packing import WINDOW_ROWS, Units, pack, single
+from trainer.data.ordering.permutation import permutation
 
 LENGTHS = Path(__file__).with_name("token_lengths.json")
 

@@ -18,7 +18,7 @@ from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.preference import Method, PreferenceConfig
 from trainer.config.quant import Codebook, QuantConfig
 from trainer.data.loader import BatchPlan, row_len
-from trainer.data.order import RunOrder
+from trainer.data.ordering.order import RunOrder
 from trainer.lora import attach_lora
 from trainer.model import load_model, prepare_model
 from trainer.objective import NextTokenLoss

@@ -8,7 +8,7 @@ from trainer.config.data import ColumnsConfig, DataSource, RowFormat, SourceConf
 from trainer.config.errors import UserError
 from trainer.config.preference import Method
 from trainer.data.rows import BadRow, Example, Labelled
-from trainer.data.shapes import Shaper, make_shaper
+from trainer.data.shaping.shapes import Shaper, make_shaper
 
 USER, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 GO, WHAT = {"role": "assistant", "content": "Go away"}, {"role": "user", "content": "What?"}

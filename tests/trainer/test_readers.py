@@ -21,9 +21,9 @@ from pyarrow import parquet
 
 from trainer.config.data import DataSource, SourceConfig
 from trainer.config.errors import UserError
-from trainer.data import json_cursor, parquet_rows
-from trainer.data.files import split_of
-from trainer.data.readers import ListReader, Reader, open_reader
+from trainer.data.reading import json_cursor, parquet_rows
+from trainer.data.reading.files import split_of
+from trainer.data.reading.readers import ListReader, Reader, open_reader
 from trainer.data.rows import BadRow
 
 LIMIT = 1 << 16

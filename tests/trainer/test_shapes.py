@@ -14,7 +14,7 @@ from trainer.config.data import ColumnsConfig, DataSource, RowFormat, SourceConf
 from trainer.config.errors import UserError
 from trainer.config.preference import Method
 from trainer.data.rows import BadRow, Example, Pair, Row, content_hash
-from trainer.data.shapes import Shaper, make_shaper
+from trainer.data.shaping.shapes import Shaper, make_shaper
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}

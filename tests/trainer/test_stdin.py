@@ -9,8 +9,8 @@ import pytest
 
 from trainer.config.data import SourceConfig
 from trainer.config.errors import UserError
-from trainer.data.readers import open_reader
-from trainer.data.stdin import spool_stdin
+from trainer.data.reading.readers import open_reader
+from trainer.data.reading.stdin import spool_stdin
 
 
 class Pipe(io.BytesIO):

@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from trainer.data.loader import BatchPlan
 from trainer.data.steps import Steps, TableSteps
-from trainer.data.stream import StreamSteps
+from trainer.data.streams.stream import StreamSteps
 
 
 def table(num_rows: int, **plan: int | float) -> TableSteps:

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.config.data import DataConfig, RewrittenHistory
 from trainer.config.errors import UserError
-from trainer.data.chat import Renderer
-from trainer.data.long_rows import TokenizedRow
+from trainer.data.rendering.chat import Renderer
+from trainer.data.rendering.long_rows import TokenizedRow
 from trainer.data.rows import Row
 from trainer.serve.http.chat import render_chat
 from trainer.serve.http.protocol import ChatFields
@@ -89,7 +89,7 @@ FAMILIES = {
     "cohere": ("<|END_OF_TURN_TOKEN|>", NO_TOOLS | NO_THINKING),
 }
 """Template -> the token that ends a plain turn, and the kinds of rows that it cannot serve, with the reason we give."""
-TAGS_TAKE_IN_PROMPT = ("gptoss", "deepseekv3", "deepseek_r1_distill")
+TAGS_TAKE_IN_PROMPT = ("gptoss", "deepseekv3", "deepseek_r1_distill", "qwen2_5", "qwen3_5_think", "qwen3_5_nothink")
 """Their tagged variants also mark what the generation prompt already holds."""
 CASES = [(family, kind) for family in FAMILIES for kind in ROWS]
 

@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 from tests.trainer.letters import MAX_SEQ_LEN, Letters, Texts, hash_of, texts
 from trainer.config.data import DataConfig, DataSource, MixUntil, OnBadRow, SourceConfig
 from trainer.config.errors import UserError
-from trainer.data.interleave import HeldOut, Interleave
 from trainer.data.loader import row_len
 from trainer.data.opening import HOPELESS_ROWS
-from trainer.data.raw_rows import RawRow
-from trainer.data.readers import open_reader
+from trainer.data.reading.raw_rows import RawRow
+from trainer.data.reading.readers import open_reader
 from trainer.data.rows import Tokenized, TokenRow
-from trainer.data.stream import StreamSteps
+from trainer.data.streams.interleave import HeldOut, Interleave
+from trainer.data.streams.stream import StreamSteps
+from trainer.data.streams.windows import Window, Windows
 from trainer.data.tokenizer_pool import TokenizerPool
-from trainer.data.windows import Window, Windows
 
 
 def readers_of(sources: list[list[str]]) -> list[Texts]:

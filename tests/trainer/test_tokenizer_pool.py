@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 
 from trainer.config.data import DataConfig, DataSource, SourceConfig
 from trainer.config.preference import Method
-from trainer.data.readers import Reader, open_reader
-from trainer.data.shapes import make_shaper
-from trainer.data.stream import StreamSteps
+from trainer.data.reading.readers import Reader, open_reader
+from trainer.data.shaping.shapes import make_shaper
+from trainer.data.streams.stream import StreamSteps
 from trainer.data.table import read_table, write_table
 from trainer.data.tokenizer_pool import tokenize_all
 from trainer.data.tokenizing import RowTokenizer

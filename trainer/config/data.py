@@ -264,8 +264,8 @@ class DataConfig:
         if not (self.eval_path or self.eval_split):
             return None
         shared: dict[str, Any] = {key: getattr(self, key) for key in _SHARED} | {"max_rows": self.eval_rows}
-        if self.eval_split:
-            shared["split"] = self.eval_split
+        if self.eval_split or (self.eval_path and Path(self.eval_path).is_file()):
+            shared["split"] = self.eval_split or SourceConfig.split
         if self.source is DataSource.pydocs:
             shared["source"] = DataSource.file
         return SourceConfig(path=self.eval_path or self.path or "", **shared)

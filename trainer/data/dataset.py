@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import DataConfig
 from trainer.config.errors import require
 from trainer.config.preference import Method
-from trainer.data.chat import Renderer
 from trainer.data.opening import OpenedSource, OpenedSources, open_sources, read_examples
 from trainer.data.preference import with_mismatched
+from trainer.data.rendering.chat import Renderer
 from trainer.data.rows import BadRow, Example, content_hash
 from trainer.data.shown import marked
 from trainer.data.table import Report, Table, judge, read_table, write_table
@@ -160,7 +160,7 @@ def open_table(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTo
 def _key(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     decides = {
         "content": opened.reader.sha256(),
-        "name": opened.reader.name,
+        "path": opened.source.path,  # which origins begin with
         "max_rows": opened.source.max_rows,
         "max_row_bytes": config.max_row_bytes,
         "shape": [opened.shaper.shape.title, opened.shaper.names, opened.shaper.needed],
@@ -174,7 +174,7 @@ def _key(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTokenize
 def _code_sha256() -> str:
     """Of this room: a table of an older version is not read."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.order import RunOrder
-from trainer.data.permutation import permutation
+from trainer.data.ordering.order import RunOrder
+from trainer.data.ordering.permutation import permutation
 
 IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out
 

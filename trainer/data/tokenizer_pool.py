@@ -23,7 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.data.raw_rows import RawRow
+from trainer.data.reading.raw_rows import RawRow
 from trainer.data.rows import BadRow, Tokenized, TokenRow
 
 CHUNK_ROWS = 256

@@ -6,14 +6,13 @@ arrays behind the pool), `origin` (str), `content` (63 bits, equal where two sou
 row may become several of them: a conversation whose template rewrites history, a long text.
 """
 
-
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config.data import DataConfig
-from trainer.data.chat import Renderer, TokenizedRow
-from trainer.data.readers import RawRow, Reader
+from trainer.data.reading.readers import RawRow, Reader
+from trainer.data.rendering.chat import Renderer, TokenizedRow
 from trainer.data.rows import BadRow, Example, Labelled, Pair, Row, Tokenized, TokenRow, content_hash, fail
-from trainer.data.shapes import Shaper
+from trainer.data.shaping.shapes import Shaper
 
 
 class ExampleTokenizer:
