@@ -243,9 +243,8 @@ def _metrics(run: PreparedRun, qat: QatEnd | None, *, evaluated: dict[str, float
     others |= {f"eval_{name}": value for name, value in evaluated.items() if name != "loss"}
     if run.training.config.preference.method is Method.none:
         others |= {"perplexity_base": perplexity(state.eval_loss_base), "perplexity": perplexity(eval_loss)}
-    labels = [
-        run.data.held_out[name] for name in ("labels", "rejected_labels") if name in run.data.held_out.column_names
-    ]
+    held_out = run.data.held_out
+    labels = [held_out[name] for name in ("labels", "rejected_labels") if name in held_out.column_names]
     return {
         "steps": state.step,
         "wall_s": wall_s,

@@ -167,6 +167,18 @@ def test_each_token_is_learned_once_where_all_is_learned() -> None:
     ]
 
 
+def test_what_is_not_to_be_learned_is_not_in_any_part() -> None:
+    row = thinking(("one?", "hm, 1", "first"), ("two?", "hm, 2", "second"), ("three?", "hm, 3", "third"))
+    for place in (0, 2):
+        row.messages[place]["train"] = False
+    for template in (STRIPPING, CHANNELS):
+        texts = [text for part in learned(row, toy(template), train_on=TrainOn.all) for text in part]
+        assert not any(question in text for text in texts for question in ("one?", "two?"))
+        assert all(
+            any(said in text for text in texts) for said in ("hm, 1", "first", "hm, 2", "second", "three?", "third")
+        )
+
+
 def test_an_opened_thought_that_the_row_has_not() -> None:
     with pytest.raises(
         BadRow,
@@ -301,15 +313,19 @@ def test_tags_that_disagree_are_shown() -> None:
 # ---- long rows
 
 
-def test_long_rows_are_an_error_unless_said_otherwise() -> None:
+def test_long_rows() -> None:
+    """Cut by default, and with packing an error; or as data.on_long_row says."""
     row, tokenizer = chat("a?", "0123456789"), toy(CHATML)
     (whole,) = render(row, tokenizer)
     size = len(whole.input_ids)
     assert render(row, tokenizer, max_seq_len=size) == [whole]
     expected = rf"has {size} tokens, and data\.max_seq_len={size - 1}; .* at least {size}, or data\.on_long_row to tru"
-    with pytest.raises(BadRow, match=expected) as caught:
-        render(row, tokenizer, max_seq_len=size - 1)
-    assert caught.value.kind == "too long"
+    (cut,) = render(row, tokenizer, max_seq_len=size - 1)
+    assert (cut.input_ids, cut.truncated) == (whole.input_ids[:-1], 1)
+    for settings in ({"on_long_row": OnLongRow.error}, {"packing": True}):
+        with pytest.raises(BadRow, match=expected) as caught:
+            render(row, tokenizer, max_seq_len=size - 1, **settings)
+        assert caught.value.kind == "too long"
     with pytest.raises(BadRow, match="left out and listed") as caught:
         render(row, tokenizer, max_seq_len=size - 1, on_long_row=OnLongRow.skip)
     assert caught.value.kind == "too long (skipped)"
@@ -411,13 +427,14 @@ def test_fingerprint_holds_what_decides_ids(tmp_path: Path) -> None:
         fingerprint(toy(CHATML, adds_bos=True)),
         fingerprint(more),
         fingerprint(max_seq_len=513),
-        fingerprint(on_long_row=OnLongRow.truncate),
+        fingerprint(on_long_row=OnLongRow.error),
         fingerprint(train_on=TrainOn.last),
         fingerprint(train_thinking=False),
         fingerprint(rewritten_history=RewrittenHistory.error),
     }
     assert len(different | {first}) == 10
     assert fingerprint(shuffle=False, num_workers=3) == first  # decides no ids
+    assert fingerprint(on_long_row=OnLongRow.truncate) == first  # that is the default
 
 
 # ---- any conversation

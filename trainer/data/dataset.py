@@ -172,10 +172,11 @@ def _key(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTokenize
 
 @cache
 def _code_sha256() -> str:
-    """Of this room: a table of an older version is not read."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    """Of this room and those in it that make rows of tokens: a table of an older version is not read."""
+    room, digest = Path(__file__).parent, hashlib.sha256()
+    for pattern in ("*.py", "reading/*.py", "shaping/*.py", "rendering/*.py"):
+        for path in sorted(room.glob(pattern)):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

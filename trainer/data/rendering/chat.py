@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.chat_messages import REASONING
 from trainer.config.data import DataConfig, RewrittenHistory, TrainOn
+from trainer.data.rendering.conversation import Conversation
 from trainer.data.rendering.encoding import Encoded, Encoder
 from trainer.data.rendering.generation_tags import check_tags
 from trainer.data.rendering.left_out import check_shown
@@ -26,7 +27,7 @@ from trainer.data.rendering.long_rows import TokenizedRow, fit
 from trainer.data.rendering.plain_rows import text_row, token_row
 from trainer.data.rendering.targets import Labelled, LearnedText, is_trained, learn_all, learn_turns, parted
 from trainer.data.rendering.template import Template
-from trainer.data.rendering.turns import Conversation, Endings
+from trainer.data.rendering.turns import Endings, Turns
 from trainer.data.rows import Row, fail
 
 logger = logging.getLogger(__name__)
@@ -88,13 +89,13 @@ class Renderer:
 
     def _texts(self, row: Row) -> list[LearnedText]:
         """What the template writes for a conversation, once or for each learned turn."""
-        conversation, indices = Conversation(self._template, self._endings, row), self._learned(row)
-        whole = conversation.whole
-        turns = [conversation.turn(index) for index in indices]
+        conversation, indices = Conversation(self._template, row), self._learned(row)
+        whole, found = conversation.whole, Turns(conversation, self._endings)
+        turns = [found.turn(index) for index in indices]
         rewritten = next((turn for turn in turns if not whole.startswith(turn.served)), None)
         if rewritten is None:
             check_shown(conversation, row, turns, len(row.messages))
-            return [LearnedText(conversation, whole, turns, row.origin)]
+            return [LearnedText(conversation, found, whole, turns, row.origin)]
         if self.config.rewritten_history is RewrittenHistory.error:
             fail(
                 row.origin,
@@ -107,7 +108,8 @@ class Renderer:
         check_shown(conversation, row, turns, turns[-1].index + 1)
         origins = [row.origin] if len(turns) == 1 else [f"{row.origin} turn {turn.index}" for turn in turns]
         return [
-            LearnedText(conversation, turn.text, [turn], origin) for turn, origin in zip(turns, origins, strict=True)
+            LearnedText(conversation, found, turn.text, [turn], origin)
+            for turn, origin in zip(turns, origins, strict=True)
         ]
 
     def _learned(self, row: Row) -> list[int]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.chat_messages import REASONING
-from trainer.data.rendering.turns import Conversation, Turn
+from trainer.data.rendering.conversation import Conversation
+from trainer.data.rendering.turns import Turn
 from trainer.data.rows import BadRow, Message, Row, fail
 
 _PRIVATE = range(0xE000, 0xF8FF)
@@ -110,8 +111,8 @@ def _shown_alone(conversation: Conversation, row: Row, spot: _Spot, num_messages
 
 
 def _check_tools(conversation: Conversation, row: Row, num_messages: int) -> None:
-    fewer = Row(row.messages, None, row.origin, tools=row.tools[:-1] or None)
-    if conversation.like(fewer).upto(num_messages) == conversation.upto(num_messages):
+    fewer = conversation.with_tools(row.tools[:-1] or None)
+    if fewer.upto(num_messages) == conversation.upto(num_messages):
         fail(
             row.origin,
             "the chat template does not look at tools, so the model would never see them; describe them in a system "

@@ -6,8 +6,9 @@ The turns of turns.py, in tokens (encoding.py): from the first token behind the 
 from dataclasses import dataclass, replace
 
 from trainer.data.loader import IGNORED
+from trainer.data.rendering.conversation import Conversation
 from trainer.data.rendering.encoding import Encoded, Encoder, shared_tail
-from trainer.data.rendering.turns import Conversation, Turn
+from trainer.data.rendering.turns import Turn, Turns
 from trainer.data.rows import BadRow, Message, Row
 
 Labelled = tuple[list[int], list[int], str]
@@ -19,6 +20,7 @@ class LearnedText:
     """A text that the template wrote, and the turns that are learned in it."""
 
     conversation: Conversation
+    found: Turns
     text: str
     turns: list[Turn]
     origin: str
@@ -59,7 +61,9 @@ def learn_all(row: Row, text: LearnedText, encoded: Encoded, *, thinking: bool) 
     the row before has not learned."""
     begin = _begin_of_new(row, text, encoded)
     labels = [IGNORED] * begin + encoded.ids[begin:]
-    for index, message in enumerate(row.messages):
+    is_whole = text.text == text.conversation.whole
+    said = row.messages if is_whole else row.messages[: text.turns[-1].index + 1]
+    for index, message in enumerate(said):
         if index < row.prompt_len or not is_trained(message):
             for token in encoded.touching(*text.conversation.place(index, text.text)):
                 labels[token] = IGNORED
@@ -69,7 +73,7 @@ def learn_all(row: Row, text: LearnedText, encoded: Encoded, *, thinking: bool) 
 
 def thought(text: LearnedText, encoded: Encoded) -> set[int]:
     """The tokens of the turns' thinking."""
-    spans = [span for turn in text.turns for span in text.conversation.thinking(turn)]
+    spans = [span for turn in text.turns for span in text.found.thinking(turn)]
     return {index for start, end in spans for index in encoded.touching(start, end)}
 
 

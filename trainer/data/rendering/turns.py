@@ -13,21 +13,19 @@ the prompt as the model wrote it.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
 from trainer.chat_messages import REASONING
+from trainer.data.rendering.conversation import PROBES, Conversation
 from trainer.data.rendering.encoding import shared_len, shared_tail
-from trainer.data.rendering.template import Template
-from trainer.data.rows import BadRow, Message, Row, fail
+from trainer.data.rows import BadRow, Message, fail
 
 _OPENED = re.compile(r"<think>\s*\Z")
 _CLOSE = "</think>"
 _CLOSED = re.compile(r"\s*</think>")
 _BLOCK = re.compile(r"<think>.*?</think>", re.DOTALL)
-_PROBES = ("a", "b")
 
 
 @dataclass(frozen=True)
@@ -74,77 +72,11 @@ class Endings:
         return None
 
 
-class Conversation:
-    """One row's messages and what the template makes of them."""
+class Turns:
+    """The assistant's turns of one conversation."""
 
-    def __init__(self, template: Template, endings: Endings, row: Row) -> None:
-        self._template, self._endings, self._row = template, endings, row
-        self.messages = row.messages
-        self._texts: dict[tuple[int, bool], str] = {}
-
-    @cached_property
-    def whole(self) -> str:
-        return self.upto(len(self.messages))
-
-    def upto(self, num_messages: int, *, generation_prompt: bool = False) -> str:
-        """The first messages, as the template writes them."""
-        key = (num_messages, generation_prompt)
-        if key not in self._texts:
-            self._texts[key] = self.render(self.messages[:num_messages], generation_prompt=generation_prompt)
-        return self._texts[key]
-
-    def render(self, messages: list[Message], *, generation_prompt: bool = False) -> str:
-        return self._template.text(
-            self._row.origin, messages, self._row.tools or None, generation_prompt=generation_prompt
-        )
-
-    def changed(self, index: int, num_messages: int, changes: Message, *, generation_prompt: bool = False) -> str:
-        """The first messages, one of them with other fields."""
-        messages = list(self.messages[:num_messages])
-        messages[index] = {**messages[index], **changes}
-        return self.render(messages, generation_prompt=generation_prompt)
-
-    def probed(self, index: int, num_messages: int, *, generation_prompt: bool = False) -> tuple[str, str]:
-        """The first messages twice, with another letter at the end of what one of them says."""
-        content = self.messages[index].get("content") or ""
-        one, other = (
-            self.changed(index, num_messages, {"content": content + probe}, generation_prompt=generation_prompt)
-            for probe in _PROBES
-        )
-        return one, other
-
-    def place(self, index: int, text: str) -> tuple[int, int]:
-        """Where in a text of the first messages, or all, one message stands.
-
-        returns  [start, end) in characters; only what it says, where the template does not write it as a whole
-        """
-        try:
-            before, through = self.upto(index) if index else "", self.upto(index + 1)
-            if text.startswith(before) and text.startswith(through):
-                return len(before), len(through)
-        except BadRow:
-            pass
-        return self.place_of_content(index, text)
-
-    def place_of_content(self, index: int, text: str) -> tuple[int, int]:
-        """Where in such a text a message's content stands; [start, end) in characters."""
-        content = self.messages[index].get("content") or ""
-        num_messages = next(
-            (count for count in range(index + 1, len(self.messages) + 1) if self._is(count, text)), len(self.messages)
-        )
-        ends = self.probed(index, num_messages)
-        starts = [self.changed(index, num_messages, {"content": probe + content}) for probe in _PROBES]
-        return min(shared_len(*starts), len(text)), max(0, len(text) - len(shared_tail(*ends)))
-
-    def _is(self, num_messages: int, text: str) -> bool:
-        try:
-            return self.upto(num_messages) == text
-        except BadRow:
-            return False
-
-    def like(self, row: Row) -> "Conversation":
-        """Another row under the same template."""
-        return Conversation(self._template, self._endings, row)
+    def __init__(self, conversation: Conversation, endings: Endings) -> None:
+        self._conversation, self._endings = conversation, endings
 
     def turn(self, index: int) -> Turn:
         """raises  BadRow: the template does not begin the turn as it is served, or gives it no end"""
@@ -154,7 +86,7 @@ class Conversation:
                 'system turn, or write "train": false into the turn',
                 kind="no prompt",
             )
-        prompt, through = self.upto(index, generation_prompt=True), self.upto(index + 1)
+        prompt, through = self._conversation.upto(index, generation_prompt=True), self._conversation.upto(index + 1)
         is_written = True
         if through.startswith(prompt):
             answer = through[len(prompt) :]
@@ -180,8 +112,8 @@ class Conversation:
     def _answer_behind_last_message(self, index: int) -> str | None:
         """What follows the message before the turn, less what the generation prompt has of it."""
         try:
-            prompts = self.probed(index - 1, index, generation_prompt=True)
-            throughs = self.probed(index - 1, index + 1)
+            prompts = self._conversation.probed(index - 1, index, generation_prompt=True)
+            throughs = self._conversation.probed(index - 1, index + 1)
         except BadRow:
             return None
         if prompts[0] == prompts[1] or throughs[0] == throughs[1]:
@@ -191,7 +123,7 @@ class Conversation:
 
     def _answer_in_opened_thought(self, index: int, prompt: str) -> str | None:
         """The turn as the model wrote it, where the prompt opens a thought and the template would leave it out."""
-        message = self.messages[index]
+        message = self._conversation.messages[index]
         thinking = next((message[name] for name in REASONING if message.get(name)), None)
         content = message.get("content") or ""
         content = content if thinking is None else f"<think>\n{thinking}\n</think>\n\n{content}"
@@ -204,7 +136,7 @@ class Conversation:
         ):
             return None
         plain = {**dict.fromkeys(REASONING), "content": ""}
-        texts = [self.changed(index, index + 1, {**plain, "content": probe}) for probe in _PROBES]
+        texts = [self._conversation.changed(index, index + 1, {**plain, "content": probe}) for probe in PROBES]
         head = texts[0][: shared_len(*texts)]
         if head + opened[0] != prompt:
             return None
@@ -212,9 +144,9 @@ class Conversation:
 
     def _ending(self, index: int, through: str) -> tuple[str, str]:
         """The token that ends the turn and what the template writes behind it: ChatML `<|im_end|>` and a newline."""
-        message = self.messages[index]
+        message = self._conversation.messages[index]
         fields = (name for name in ("content", "tool_calls", *REASONING) if message.get(name))
-        kind = (self.messages[index - 1].get("role"), *fields)
+        kind = (self._conversation.messages[index - 1].get("role"), *fields)
         token, behind = self._endings.known.get(kind, ("", ""))
         if not token or not through.endswith(token + behind):
             token, behind = self._endings.known[kind] = self._find_ending(index)
@@ -225,7 +157,7 @@ class Conversation:
         tails = []
         for one, other in self._probes(index):
             try:
-                texts = [self.changed(index, index + 1, change) for change in (one, other)]
+                texts = [self._conversation.changed(index, index + 1, change) for change in (one, other)]
             except BadRow:
                 continue
             if texts[0] != texts[1]:
@@ -234,7 +166,7 @@ class Conversation:
         if not tails:
             fail(where, "the template leaves out what the assistant says; correct it", kind="template leaves out")
         tail = min(tails, key=len)
-        found = self._endings.split(tail, calls=bool(self.messages[index].get("tool_calls")))
+        found = self._endings.split(tail, calls=bool(self._conversation.messages[index].get("tool_calls")))
         if found is None:
             fail(
                 where,
@@ -245,12 +177,12 @@ class Conversation:
         return found
 
     def _probes(self, index: int) -> Iterator[list[Message]]:
-        message = self.messages[index]
-        yield [{"content": (message.get("content") or "") + probe} for probe in _PROBES]
+        message = self._conversation.messages[index]
+        yield [{"content": (message.get("content") or "") + probe} for probe in PROBES]
         for calls in [message["tool_calls"]] if message.get("tool_calls") else []:
             last = calls[-1]["function"]
             arguments = last.get("arguments") or {}
-            changed = [{**last, "arguments": {**arguments, "probe": probe}} for probe in _PROBES]
+            changed = [{**last, "arguments": {**arguments, "probe": probe}} for probe in PROBES]
             yield [{"tool_calls": [*calls[:-1], {**calls[-1], "function": function}]} for function in changed]
 
     def thinking(self, turn: Turn) -> list[tuple[int, int]]:
@@ -263,7 +195,7 @@ class Conversation:
         ]
 
     def _unthought(self, index: int) -> Iterator[Message]:
-        message = self.messages[index]
+        message = self._conversation.messages[index]
         if any(message.get(name) for name in REASONING):
             yield dict.fromkeys(REASONING)
         content = message.get("content") or ""
@@ -272,10 +204,10 @@ class Conversation:
 
     def _less(self, turn: Turn, change: Message) -> tuple[int, int] | None:
         """What the turn's text has more than with the change; as early as it can be told."""
-        messages = [*self.messages[: turn.index], {**self.messages[turn.index], **change}]
+        messages = [*self._conversation.messages[: turn.index], {**self._conversation.messages[turn.index], **change}]
         full = turn.answer
         try:
-            less = self.like(Row(messages, None, self._row.origin, tools=self._row.tools)).turn(turn.index).answer
+            less = self._like(messages).turn(turn.index).answer
         except BadRow:
             # Only with its thought can the turn stand behind a prompt that opens one.
             end = full.find(_CLOSE) + len(_CLOSE)
@@ -296,5 +228,8 @@ class Conversation:
             return span
         return max(opened.start() if opened else start, len(turn.prompt)), closed.end()
 
+    def _like(self, messages: list[Message]) -> "Turns":
+        return Turns(self._conversation.with_messages(messages), self._endings)
+
     def _fail(self, what: str, *, kind: str) -> NoReturn:
-        fail(self._row.origin, what, kind=kind)
+        fail(self._conversation.origin, what, kind=kind)
