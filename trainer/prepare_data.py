@@ -6,6 +6,7 @@ orders the rows; `PreparedData.steps` takes them once teacher and reference have
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,13 @@ class PreparedData:
         """Of the whole run."""
         return self.order.num_steps
 
+    def close(self, run_dir: Path, accelerator: Accelerator) -> None:
+        """End a stream; what it left out is listed, by each process in a file of its own."""
+        if isinstance(self.order, StreamSteps):
+            self.order.close()
+            rank = accelerator.process_index
+            list_bad_rows(self.order.bad_rows, run_dir / (f"bad_rows_{rank}.jsonl" if rank else BAD_ROWS))
+
     def steps(self, accelerator: Accelerator) -> Steps:
         """What each step trains on, from `rows` as they are now."""
         if isinstance(self.order, StreamSteps):
@@ -89,8 +97,8 @@ def prepare_data(
         rows = trained_on(as_dataset(steps.sample(SAMPLE_ROWS)))
         return PreparedData(rows, stream.held_out, stream.sha256, steps)
     data = load_data(config.data, method, tokenizer, config.seed, opened=opened)
-    if accelerator.is_main_process and data.bad:
-        list_bad_rows(data.bad, run_dir)
+    if accelerator.is_main_process:
+        list_bad_rows(data.bad, run_dir / BAD_ROWS)
     return PreparedData(data.train, data.held_out, data.sha256, _plan(data, config, accelerator))
 
 
@@ -119,8 +127,11 @@ def _plan(data: LoadedData, config: Config, accelerator: Accelerator) -> BatchPl
     )
 
 
-def list_bad_rows(bad: list[BadRow], run_dir: Path) -> None:
-    """Write what was left out: a line a row, with the place, the kind and the reason."""
+def list_bad_rows(bad: Sequence[BadRow], path: Path) -> None:
+    """Write what was left out, a line a row with its place, kind and reason, beside what the file lists already."""
+    known = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     lines = [json.dumps({"where": row.where, "kind": row.kind, "what": row.what}, ensure_ascii=False) for row in bad]
-    (run_dir / BAD_ROWS).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    log.warning("data     %d rows were left out; %s lists them", len(bad), run_dir / BAD_ROWS)
+    lines = list(dict.fromkeys([*known, *lines]))
+    if lines != known:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        log.warning("data     %d rows were left out; %s lists them", len(lines), path)

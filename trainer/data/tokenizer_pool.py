@@ -14,8 +14,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from ctypes import c_byte
 from itertools import islice
 from multiprocessing import connection, get_context, parent_process
 from typing import Protocol
@@ -45,10 +46,12 @@ class TokenizerPool:
         self._tokenizers, self._num_workers = tuple(tokenizers), num_workers
         self._workers: ProcessPoolExecutor | None = None
         if num_workers:
-            start = (_start_worker, (self._tokenizers,))
-            self._workers = ProcessPoolExecutor(num_workers, get_context("spawn"), *start)
+            context = get_context("spawn")
+            # without a lock, which a worker that is killed could hold
+            stop = context.RawValue("b", 0)
+            self._workers = ProcessPoolExecutor(num_workers, context, _start_worker, (self._tokenizers, stop))
             # also where nobody closes the pool, as after an exception
-            self._end = weakref.finalize(self, self._workers.shutdown, cancel_futures=True)
+            self._end = weakref.finalize(self, _end_workers, self._workers, stop)
 
     def tokenize(self, rows: Iterable[tuple[int, RawRow]]) -> Iterator[Tokenized]:
         """What becomes of each source's number and row, in their order; ids and labels are [T] int32 arrays."""
@@ -79,7 +82,10 @@ class TokenizerPool:
         """A chunk's rows; of this process where the workers are gone, for they are the same."""
         try:
             if future is not None:
-                return future.result()
+                results = future.result()
+                if len(results) < len(chunk):
+                    raise CancelledError  # another thread closed the pool
+                return results
         except BrokenProcessPool:
             if self._workers is not None:
                 logger.warning("a data worker was ended from outside (short of memory?); this process tokenizes alone")
@@ -87,7 +93,7 @@ class TokenizerPool:
         return [_tokenize(self._tokenizers, row) for row in chunk]
 
     def close(self) -> None:
-        """End the workers; those at work end with their chunk."""
+        """End the workers; those at work end with their row."""
         if self._workers is not None:
             self._workers = None
             self._end()
@@ -115,14 +121,20 @@ def _compact(row: TokenRow) -> TokenRow:
     return {key: np.asarray(value, np.int32) if isinstance(value, list) else value for key, value in row.items()}
 
 
+def _end_workers(workers: ProcessPoolExecutor, stop: c_byte) -> None:
+    stop.value = 1
+    workers.shutdown(cancel_futures=True)
+
+
 # ---- in a worker
 
 _tokenizers: Sequence[Tokenizing] = ()
+_stop = c_byte(0)
 
 
-def _start_worker(tokenizers: Sequence[Tokenizing]) -> None:
-    global _tokenizers
-    _tokenizers = tokenizers
+def _start_worker(tokenizers: Sequence[Tokenizing], stop: c_byte) -> None:
+    global _tokenizers, _stop
+    _tokenizers, _stop = tokenizers, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -136,4 +148,4 @@ def _end_with_parent() -> None:
 
 
 def _tokenize_chunk(rows: list[tuple[int, RawRow]]) -> list[Tokenized]:
-    return [_tokenize(_tokenizers, row) for row in rows]
+    return [_tokenize(_tokenizers, row) for row in rows if not _stop.value]

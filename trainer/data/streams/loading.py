@@ -25,7 +25,7 @@ from trainer.data.rows import BadRow, TokenRow
 from trainer.data.shown import marked
 from trainer.data.streams.interleave import HeldOut
 from trainer.data.streams.stream import StreamSteps
-from trainer.data.table import as_dataset
+from trainer.data.table import LONG_ROW, as_dataset
 from trainer.data.tokenizing import RowTokenizer
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _first_rows(
         if not isinstance(result, BadRow):
             good += 1
             rows += result
-        elif config.on_bad_row is OnBadRow.error:
+        elif config.on_bad_row is OnBadRow.error and result.kind != LONG_ROW:
             raise result
         if good == num_rows:
             return rows, HeldOut(raw.behind, number)

@@ -163,6 +163,7 @@ class StreamSteps:
         self._pool.close()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+        self._ahead = None
 
 
 def _listed(row: TokenRow) -> TokenRow:

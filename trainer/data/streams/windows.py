@@ -210,8 +210,9 @@ def _hopeless(report: StreamReport, bad: Sequence[BadRow]) -> str:
     kinds = ", ".join(f"{number} {kind}" for kind, number in report.bad.items())
     first = f"; the first: {bad[0]}" if bad else ""
     return (
-        f"no row to train on among the last rows read: of {report.source_rows} so far, "
-        f"{report.held_out} are held out, {sum(report.bad.values())} left out ({kinds or 'none'}){first}"
+        f"no row to train on among the last rows read: of {report.source_rows} so far, {report.held_out} are copies of "
+        f"held-out rows and {sum(report.bad.values())} left out ({kinds or 'none'}){first}. Give rows that can be "
+        "trained on, or hold out fewer"
     )
 
 
