@@ -138,17 +138,17 @@ def _origins(rows: Dataset) -> pa.Array:
 
 
 def _excerpts(opened: OpenedSources, bad: list[BadRow]) -> dict[str, str]:
-    """How the raw rows begin that the first of `bad` are about; each source is read up to the last of them."""
-    wanted = {fault.where for fault in bad[:MAX_LISTED]}
+    """How the raw rows begin that the first of `bad` are about; the sources are read up to the last of them."""
+    # An error in a line may add the column: `train.jsonl:12:7`.
+    first = [fault.where for fault in bad[:MAX_LISTED]]
+    wanted = {place: where for where in first for place in (where, where.rpartition(":")[0])}
     found: dict[str, str] = {}
     for each in (*opened.train, *([opened.held_out] if opened.held_out else [])):
-        for raw in islice(each.reader.raw() if wanted else (), each.source.max_rows):
-            # An error in a line may add the column: `train.jsonl:12:7`.
-            if here := {where for where in wanted if where == raw.where or where.startswith(f"{raw.where}:")}:
-                found |= dict.fromkeys(here, _beginning(raw.raw))
-                wanted -= here
-            if not wanted:
-                break
+        for raw in islice(each.reader.raw(), each.source.max_rows):
+            if raw.where in wanted:
+                found[wanted[raw.where]] = _beginning(raw.raw)
+            if len(found) == len(first):
+                return found
     return found
 
 
