@@ -322,9 +322,9 @@ def test_long_rows() -> None:
     expected = rf"has {size} tokens, and data\.max_seq_len={size - 1}; .* at least {size}, or data\.on_long_row to tru"
     (cut,) = render(row, tokenizer, max_seq_len=size - 1)
     assert (cut.input_ids, cut.truncated) == (whole.input_ids[:-1], 1)
-    for settings in ({"on_long_row": OnLongRow.error}, {"packing": True}):
+    for chosen in ({"on_long_row": OnLongRow.error}, {"packing": True}):
         with pytest.raises(BadRow, match=expected) as caught:
-            render(row, tokenizer, max_seq_len=size - 1, **settings)
+            render(row, tokenizer, max_seq_len=size - 1, **chosen)
         assert caught.value.kind == "too long"
     with pytest.raises(BadRow, match="left out and listed") as caught:
         render(row, tokenizer, max_seq_len=size - 1, on_long_row=OnLongRow.skip)
