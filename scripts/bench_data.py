@@ -167,7 +167,7 @@ def _datasets_map(path: Path) -> dict[str, float]:
 def _packing(path: Path) -> dict[str, float]:
     import numpy as np
 
-    from trainer.data.packing import pack
+    from trainer.data.ordering.packing import pack
 
     lengths = np.array([len(line) // 4 for line in path.read_bytes().splitlines()]).clip(8, CAPACITY)
     began = time.perf_counter()

@@ -67,7 +67,7 @@ def finish_qat(run: PreparedRun, folders: dict[str, Path], provenance: dict[str,
     raises     RuntimeError if a stage computes another function than the one that was trained
     """
     training, state = run.training, run.state
-    rows = cut_rows(run.held_out["input_ids"], training.config.qat.compare_tokens)
+    rows = cut_rows(run.data.held_out["input_ids"], training.config.qat.compare_tokens)
     kv_cache = training.config.qat.kv_cache
     trained, trained_sha256 = following_logprobs(run.model, rows), packed_sha256(run.model)
     through_cache = int8_cache_logprobs(run.model, rows) if kv_cache else trained

@@ -5,13 +5,22 @@
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from trainer.config.errors import UserError, require
@@ -24,7 +33,7 @@ from trainer.linear import Pack, QuantizationSummary, linears_to_pack, pack_near
 from trainer.quant_plan import QuantPlan, error_gain, first_layers, log_plan, most_gaining_layers
 from trainer.quantizer import Quantizer
 from trainer.sources.resolve import resolve_model
-from trainer.vocabulary import add_tokens
+from trainer.vocabulary import add_tokens, extend_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +68,11 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
         return _load_packed(config, Path(path))
     if not sys.stderr.isatty():
         disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=config.revision)
+    tokenizer = _open_tokenizer(path, config)
+    with _explained(config):
         model, loading = AutoModelForCausalLM.from_pretrained(
             path, revision=config.revision, dtype=dtype, output_loading_info=True
         )
-    except (OSError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"model.path={config.path} could not be loaded: {reason} "
-            "Check the name, the network and HF_TOKEN, or use model=folder with a local copy"
-        ) from error
     missing = sorted(loading["missing_keys"])
     require(not missing, f"{path} lacks the weights {missing[:3]} ({len(missing)} in all); it would run on random ones")
     quantized = getattr(model.config, "quantization_config", None)
@@ -78,7 +81,6 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
         f"{path} is quantized already; only folders of such models are opened: download it and use model=folder, or "
         "give the 16-bit model that it was made from",
     )
-    require(tokenizer.eos_token_id is not None, f"{path}: the tokenizer has no eos token; set one in its config")
     if config.add_tokens:
         add_tokens(model, tokenizer, config.add_tokens)
     model.requires_grad_(False).eval()
@@ -88,12 +90,62 @@ def load_model(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenize
     return model, tokenizer
 
 
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that `load_model` gives, without the model.
+
+    raises  UserError as `load_model` does, but for what is wrong with the weights
+    """
+    path = resolve_model(config)
+    is_packed = quantization_config(path) is not None
+    require(not (is_packed and config.add_tokens), _PACKED_GROWS.format(tokens=config.add_tokens, folder=path))
+    tokenizer = _open_tokenizer(path, config)
+    if config.add_tokens:
+        extend_tokenizer(tokenizer, config.add_tokens)
+    return tokenizer
+
+
+def _open_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
+    try:
+        with _explained(config):
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=config.revision)
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} holds no tokenizer that can be read ({reason}); put its files beside it") from error
+    require(tokenizer.eos_token_id is not None, f"{path}: the tokenizer has no eos token; set one in its config")
+    return tokenizer
+
+
+def load_stop_ids(config: ModelConfig) -> set[int]:
+    """The tokens at which engines stop: those of generation_config.json, or without one of config.json."""
+    path = resolve_model(config)
+    try:
+        ids = GenerationConfig.from_pretrained(path, revision=config.revision).eos_token_id
+    except OSError:
+        with _explained(config):
+            ids = AutoConfig.from_pretrained(path, revision=config.revision).get_text_config().eos_token_id
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+
+
+@contextmanager
+def _explained(config: ModelConfig) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model.path={config.path} could not be loaded: {reason} "
+            "Check the name, the network and HF_TOKEN, or use model=folder with a local copy"
+        ) from error
+
+
+_PACKED_GROWS = "model.add_tokens={tokens} would change {folder}, whose codes are what it is; leave it out"
+
+
 def _load_packed(config: ModelConfig, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model of codes, our own or another engine's; of ours, auto is the dtype that it was trained in."""
-    require(
-        not config.add_tokens,
-        f"model.add_tokens={config.add_tokens} would change {folder}, whose codes are what it is; leave it out",
-    )
+    require(not config.add_tokens, _PACKED_GROWS.format(tokens=config.add_tokens, folder=folder))
     own, dtype = packed_entry(folder), config.dtype
     if own is not None and dtype is DType.auto:
         dtype = DType(own["dtype"])

@@ -32,7 +32,7 @@ from trainer.model import load_model
 from trainer.objective import NextTokenLoss
 from trainer.optim import Optimizer, build_optimizer, default_learning_rate, require_device
 from trainer.preference import Objective, build_objective
-from trainer.prepare_data import open_data, prepare_data, training_steps
+from trainer.prepare_data import PreparedData, open_data, prepare_data
 from trainer.prepare_weights import prepare_weights
 from trainer.qat.packed_model import packed_layers
 from trainer.qat.prepare import QatSchedule, calibrate, layer_schemes, require_kv_cache
@@ -55,10 +55,10 @@ class PreparedRun:
     """A prepared run: the loop's part and what the end needs."""
 
     training: Training
+    data: PreparedData
     model: PeftModel | PreTrainedModel
     """With its adapter, or the model itself where every weight is trained."""
     tokenizer: PreTrainedTokenizerBase
-    held_out: Dataset
     state: TrainState
     qat: QatSchedule | None
     """Of quantization-aware training."""
@@ -76,6 +76,8 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     model, tokenizer = load_model(config.model)
     _require_model(model, config)
     data = prepare_data(opened, tokenizer, config, run_dir, accelerator)
+    if config.qat.enabled:
+        config.qat.require_moments(max(1, data.num_steps))
     teacher = _teacher(model, [data.rows, data.held_out], config, accelerator) if config.distill.enabled else None
     if isinstance(teacher, TeacherCache):
         data.rows, data.held_out = with_places([data.rows, data.held_out])
@@ -113,10 +115,9 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
         tables = {"train": data.rows, "held_out": data.held_out}
         tables = _with_reference(objective, tables, run_dir, accelerator, state)
         data.rows, data.held_out = tables["train"], tables["held_out"]
-    steps = training_steps(data, config, accelerator)
+    steps = data.steps(accelerator)
     qat = None
     if config.qat.enabled:
-        config.qat.require_moments(max(1, steps.num_steps))
         qat = QatSchedule.of(trained, config.qat, num_steps=max(1, steps.num_steps), seed=config.seed)
         _calibrate(objective, data.rows, config, run_dir, accelerator)
     if before is not None:
@@ -141,7 +142,7 @@ def prepare_run(config: Config, run_dir: Path, accelerator: Accelerator, *, to_e
     )
     if writes:  # last, so that a folder with a config is a run that can be resumed
         save_config(config, run_dir / "config.yaml")
-    return PreparedRun(training, trained, tokenizer, data.held_out, state, qat)
+    return PreparedRun(training, data, trained, tokenizer, state, qat)
 
 
 def _require_model(model: PreTrainedModel, config: Config) -> None:

@@ -1,11 +1,12 @@
 """From the config's `data` to what each step trains on.
 
-`open_data` looks at the first rows before a model is loaded; `prepare_data` tokenizes once there is a tokenizer;
-`training_steps` puts the rows into order once teacher and reference have written beside them what they say.
+`open_data` looks at the first rows before a model is loaded; `prepare_data` tokenizes once there is a tokenizer, and
+orders the rows; `PreparedData.steps` takes them once teacher and reference have written beside them what they say.
 """
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import STDIN
 from trainer.config.errors import require
 from trainer.config.schema import Config
-from trainer.data.dataset import load_data, row_lengths, trained_on
+from trainer.data.dataset import LoadedData, load_data, trained_on
 from trainer.data.loader import BatchPlan
 from trainer.data.opening import OpenedSources, open_sources
-from trainer.data.order import RunOrder
+from trainer.data.ordering.order import RunOrder
+from trainer.data.reading.stdin import spool_stdin
 from trainer.data.rows import BadRow
-from trainer.data.stdin import spool_stdin
 from trainer.data.steps import Steps, TableSteps
-from trainer.data.stream import StreamSteps
-from trainer.data.streaming import SAMPLE_ROWS, load_stream
+from trainer.data.streams.loading import SAMPLE_ROWS, load_stream
+from trainer.data.streams.stream import StreamSteps
 from trainer.data.table import as_dataset
 from trainer.sources.cache import cache_dir
 
@@ -42,10 +43,26 @@ class PreparedData:
     held_out: Dataset
     sha256: str
     """Of what is trained on and held out."""
-    sizes: list[int]
-    """Rows of each source, in order."""
-    stream: StreamSteps | None = None
-    """The steps of streamed rows."""
+    order: BatchPlan | StreamSteps
+    """Which rows each step takes: numbers of `rows`, or a stream's own."""
+
+    @property
+    def num_steps(self) -> int:
+        """Of the whole run."""
+        return self.order.num_steps
+
+    def close(self, run_dir: Path, accelerator: Accelerator) -> None:
+        """End a stream; what it left out is listed, by each process in a file of its own."""
+        if isinstance(self.order, StreamSteps):
+            self.order.close()
+            rank = accelerator.process_index
+            list_bad_rows(self.order.bad_rows, run_dir / (f"bad_rows_{rank}.jsonl" if rank else BAD_ROWS))
+
+    def steps(self, accelerator: Accelerator) -> Steps:
+        """What each step trains on, from `rows` as they are now."""
+        if isinstance(self.order, StreamSteps):
+            return self.order
+        return TableSteps(self.rows, self.order, rank=accelerator.process_index)
 
 
 def open_data(config: Config, accelerator: Accelerator) -> OpenedSources:
@@ -78,33 +95,28 @@ def prepare_data(
         stream = load_stream(config.data, method, tokenizer, config.seed, opened=opened)
         steps = stream.steps(config.train, rank=accelerator.process_index, world_size=accelerator.num_processes)
         rows = trained_on(as_dataset(steps.sample(SAMPLE_ROWS)))
-        return PreparedData(rows, stream.held_out, stream.sha256, [len(rows)], steps)
+        return PreparedData(rows, stream.held_out, stream.sha256, steps)
     data = load_data(config.data, method, tokenizer, config.seed, opened=opened)
-    if accelerator.is_main_process and data.bad:
-        list_bad_rows(data.bad, run_dir)
-    return PreparedData(data.train, data.held_out, data.sha256, data.sizes)
+    if accelerator.is_main_process:
+        list_bad_rows(data.bad, run_dir / BAD_ROWS)
+    return PreparedData(data.train, data.held_out, data.sha256, _plan(data, config, accelerator))
 
 
-def list_bad_rows(bad: list[BadRow], run_dir: Path) -> None:
-    """Write what was left out: a line a row, with the place, the kind and the reason."""
-    lines = [json.dumps({"where": row.where, "kind": row.kind, "what": row.what}, ensure_ascii=False) for row in bad]
-    (run_dir / BAD_ROWS).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    log.warning("data     %d rows were left out; %s lists them", len(bad), run_dir / BAD_ROWS)
-
-
-def training_steps(data: PreparedData, config: Config, accelerator: Accelerator) -> Steps:
-    """What each step trains on."""
-    if data.stream is not None:
-        return data.stream
+def _plan(data: LoadedData, config: Config, accelerator: Accelerator) -> BatchPlan:
     train, settings = config.train, config.data
     ranks = accelerator.num_processes
     order = RunOrder(
-        *(data.sizes, row_lengths(data.rows), settings, config.seed),
+        *(data.sizes, data.lengths, settings, config.seed),
         train.batch_size * train.grad_accum_steps * ranks,
         capacity=settings.max_seq_len * (2 if config.preference.method.of_pairs else 1),
     )
-    plan = BatchPlan(
-        num_rows=len(data.rows),
+    if settings.packing:
+        log.info(
+            "data     packed: %d rows in %d of %d tokens, %.1f %% full",
+            *(len(data.train), order.num_units(0), order.capacity, 100 * order.efficiency()),
+        )
+    return BatchPlan(
+        num_rows=len(data.train),
         batch_size=train.batch_size,
         grad_accum_steps=train.grad_accum_steps,
         world_size=ranks,
@@ -113,10 +125,13 @@ def training_steps(data: PreparedData, config: Config, accelerator: Accelerator)
         max_steps=train.max_steps,
         order=order,
     )
-    if settings.packing:
-        units = order.num_units(0)
-        log.info(
-            "data     packed: %d rows in %d of %d tokens, %.1f %% full",
-            *(len(data.rows), units, order.capacity, 100 * order.efficiency()),
-        )
-    return TableSteps(data.rows, plan, rank=accelerator.process_index)
+
+
+def list_bad_rows(bad: Sequence[BadRow], path: Path) -> None:
+    """Write what was left out, a line a row with its place, kind and reason, beside what the file lists already."""
+    known = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = [json.dumps({"where": row.where, "kind": row.kind, "what": row.what}, ensure_ascii=False) for row in bad]
+    lines = list(dict.fromkeys([*known, *lines]))
+    if lines != known:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        log.warning("data     %d rows were left out; %s lists them", len(lines), path)

@@ -70,7 +70,7 @@ def finetune(config: Config) -> Result:
         try:
             return _train_and_finish(run)
         finally:
-            run.training.steps.close()
+            run.data.close(run_dir, accelerator)
             for sink in run.training.sinks:
                 sink.close()
 
@@ -131,7 +131,7 @@ def _train_and_finish(run: PreparedRun) -> Result:
     eval_loss = evaluated["loss"]
     if not math.isfinite(eval_loss):
         raise TrainingDiverged(f"the held-out loss after step {state.step} is {eval_loss}; start anew, lower optim.lr")
-    rows = rows_to_show(run.held_out, config.evaluate.samples)
+    rows = rows_to_show(run.data.held_out, config.evaluate.samples)
     samples = sample_answers(run.model, run.tokenizer, rows, max_new_tokens=config.evaluate.max_new_tokens)
     exports, qat = _export(run, eval_loss)
     metrics = _metrics(run, qat, evaluated=evaluated, wall_s=time.monotonic() - began)
@@ -220,7 +220,7 @@ def _write_export(run: PreparedRun, name: str, folder: Path) -> None:
             if survival.overall is not None:
                 log.info("merged   %.2f %% of the update is left after rounding", 100 * survival.overall)
         case "merged_4bit":
-            rows = [(torch.tensor(row["input_ids"]), torch.tensor(row["labels"])) for row in run.held_out]
+            rows = [(torch.tensor(row["input_ids"]), torch.tensor(row["labels"])) for row in run.data.held_out]
             merge = write_merged_4bit(run.model, run.tokenizer, folder, rows, provenance=provenance)
             log.warning(
                 "merged_4bit: %.1f %% of the update is left after rounding to 4 bits again; KL to the unmerged model "
@@ -243,14 +243,15 @@ def _metrics(run: PreparedRun, qat: QatEnd | None, *, evaluated: dict[str, float
     others |= {f"eval_{name}": value for name, value in evaluated.items() if name != "loss"}
     if run.training.config.preference.method is Method.none:
         others |= {"perplexity_base": perplexity(state.eval_loss_base), "perplexity": perplexity(eval_loss)}
-    labels = [run.held_out[name] for name in ("labels", "rejected_labels") if name in run.held_out.column_names]
+    held_out = run.data.held_out
+    labels = [held_out[name] for name in ("labels", "rejected_labels") if name in held_out.column_names]
     return {
         "steps": state.step,
         "wall_s": wall_s,
         "eval_loss_base": state.eval_loss_base,
         "eval_loss": eval_loss,
         **others,
-        "eval_rows": len(run.held_out),
+        "eval_rows": len(held_out),
         "eval_tokens": sum(num_targets(torch.tensor(row[1:])) for column in labels for row in column),
         "tokens": state.tokens,
         "tokens_per_s": state.tokens / state.train_s if state.train_s else 0.0,

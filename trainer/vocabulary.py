@@ -24,6 +24,19 @@ PROBE = (
 """Text on which two tokenizers of one vocabulary differ if they normalise or split differently."""
 
 
+def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> list[int]:
+    """Give each of `tokens` an id of its own, in order, that text is cut at before anything else.
+
+    returns  the ids
+    raises   UserError if a token is in the vocabulary already
+    """
+    known = tokenizer.get_vocab()
+    present = [token for token in tokens if token in known]
+    require(not present, f"model.add_tokens has {present}, which the vocabulary holds already; leave them out")
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    return tokenizer.convert_tokens_to_ids(tokens)
+
+
 @torch.no_grad()
 def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> list[int]:
     """Give each of `tokens` an id of its own, in order; the embedding and the head grow where they have no row for it.
@@ -34,11 +47,7 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, token
     returns  the ids
     raises   UserError if a token is in the vocabulary already
     """
-    known = tokenizer.get_vocab()
-    present = [token for token in tokens if token in known]
-    require(not present, f"model.add_tokens has {present}, which the vocabulary holds already; leave them out")
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
-    ids = tokenizer.convert_tokens_to_ids(tokens)
+    ids = extend_tokenizer(tokenizer, tokens)
     num_rows, needed = model.get_input_embeddings().weight.shape[0], max(ids) + 1
     if needed > num_rows:
         with torch.random.fork_rng(devices=[]):  # it draws rows that are overwritten below

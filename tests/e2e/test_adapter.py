@@ -82,14 +82,13 @@ def test_reading_back_gives_what_was_trained(result, ours):
     """The held-out loss of the read adapter is the run's, so base, codes and factors are the trained ones."""
     from accelerate import Accelerator
 
-    from trainer.data.chat import tokenize_rows
-    from trainer.data.formats import load_rows
+    from trainer.data.dataset import load_data
     from trainer.evaluate.perplexity import held_out_loss
     from trainer.objective import NextTokenLoss
 
     config = load_config(f"resume={result.run_dir}")
     tokenizer = AutoTokenizer.from_pretrained(result.exports["adapter"])
-    held_out = tokenize_rows(load_rows(config.data, config.seed)[1], tokenizer, config.data.max_seq_len)
+    held_out = load_data(config.data, config.preference.method, tokenizer, config.seed).held_out
     loss = held_out_loss(NextTokenLoss(ours), held_out, Accelerator(), batch_size=16)
     assert loss == result.metrics["eval_loss"]
 

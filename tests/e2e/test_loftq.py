@@ -82,14 +82,13 @@ def identity(folder) -> dict:
 def held_out_loss_of(model, run_dir) -> float:
     from accelerate import Accelerator
 
-    from trainer.data.chat import tokenize_rows
-    from trainer.data.formats import load_rows
+    from trainer.data.dataset import load_data
     from trainer.evaluate.perplexity import held_out_loss
     from trainer.objective import NextTokenLoss
 
     config = load_config(f"resume={run_dir}")
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "export" / "adapter")
-    rows = tokenize_rows(load_rows(config.data, config.seed)[1], tokenizer, config.data.max_seq_len)
+    rows = load_data(config.data, config.preference.method, tokenizer, config.seed).held_out
     return held_out_loss(NextTokenLoss(model), rows, Accelerator(), batch_size=16)
 
 

@@ -16,8 +16,7 @@ from tests.e2e.conftest import ROOT, environment, losses
 from trainer import finetune, load_config
 from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
-from trainer.data.chat import tokenize_rows
-from trainer.data.formats import load_rows
+from trainer.data.dataset import load_data
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.export.adapter import check_vocabulary, read_adapter
 from trainer.model import load_model, prepare_model
@@ -234,7 +233,7 @@ def test_whatever_an_adapter_starts_from_the_merged_model_has_the_runs_loss(sett
     config = load_config(f"resume={result.run_dir}")
     config.model = ModelConfig(ModelSource.folder, str(result.exports["merged"]), dtype=DType.float32)
     model, tokenizer = load_model(config.model)
-    held_out = tokenize_rows(load_rows(config.data, config.seed)[1], tokenizer, config.data.max_seq_len)
+    held_out = load_data(config.data, config.preference.method, tokenizer, config.seed).held_out
     loss = held_out_loss(NextTokenLoss(model), held_out, Accelerator(), batch_size=16)
     assert abs(result.metrics["eval_loss"] - result.metrics["eval_loss_base"]) > 0.05
     assert loss == pytest.approx(result.metrics["eval_loss"], abs=1e-5)  # means of logits that differ by 1e-6

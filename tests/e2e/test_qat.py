@@ -16,8 +16,7 @@ from tests.e2e.conftest import ROOT, environment, losses
 from tests.e2e.test_resume import start, wait_for_step
 from trainer import UserError, finetune, load_config
 from trainer.config.model import ModelConfig, ModelSource
-from trainer.data.chat import tokenize_rows
-from trainer.data.formats import load_rows
+from trainer.data.dataset import load_data
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.kernels import _cpp
 from trainer.model import load_model
@@ -77,9 +76,8 @@ def run(tmp_path_factory, jsonl):
 def held_out(result: Result, model: torch.nn.Module) -> float:
     """The run's own held-out loss, of another model."""
     config = load_config(f"resume={result.run_dir}")
-    rows = load_rows(config.data, config.seed)[1]
     tokenizer = AutoTokenizer.from_pretrained(result.exports["quantized"])
-    rows = tokenize_rows(rows, tokenizer, config.data.max_seq_len)
+    rows = load_data(config.data, config.preference.method, tokenizer, config.seed).held_out
     return held_out_loss(NextTokenLoss(model), rows, Accelerator(), batch_size=16)
 
 

@@ -15,8 +15,7 @@ from trainer import finetune, load_config
 from trainer.config.errors import UserError
 from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.quant import Codebook, QuantConfig
-from trainer.data.chat import tokenize_rows
-from trainer.data.formats import load_rows
+from trainer.data.dataset import load_data
 from trainer.evaluate.merge_gain import measure_merge_gain
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.export.adapter import read_adapter, read_identity
@@ -117,7 +116,7 @@ def naive(start):
 def gain_of(model, result, weights=None):
     config = load_config(f"resume={result.run_dir}")
     tokenizer = AutoTokenizer.from_pretrained(result.exports["adapter"])
-    rows = tokenize_rows(load_rows(config.data, config.seed)[1], tokenizer, config.data.max_seq_len)
+    rows = load_data(config.data, config.preference.method, tokenizer, config.seed).held_out
     objective = NextTokenLoss(model)
     return measure_merge_gain(model, lambda: held_out_loss(objective, rows, Accelerator(), batch_size=16), weights)
 

@@ -15,8 +15,7 @@ from tests.e2e.conftest import losses
 from trainer import UserError, finetune, load_config
 from trainer.config.quant import Codebook
 from trainer.config.schema import Config
-from trainer.data.chat import tokenize_rows
-from trainer.data.formats import load_rows
+from trainer.data.dataset import load_data
 from trainer.evaluate.perplexity import held_out_loss
 from trainer.export.adapter import read_adapter
 from trainer.model import load_model, prepare_model
@@ -81,8 +80,8 @@ def run(tmp_path_factory, jsonl):
 
 def held_out(config: Config, model: torch.nn.Module, export: Path) -> float:
     """The run's own held-out loss, of another model."""
-    rows = load_rows(config.data, config.seed)[1]
-    rows = tokenize_rows(rows, AutoTokenizer.from_pretrained(export), config.data.max_seq_len)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    rows = load_data(config.data, config.preference.method, tokenizer, config.seed).held_out
     return held_out_loss(NextTokenLoss(model), rows, Accelerator(), batch_size=16)
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.config.errors import UserError
-from trainer.data.chat import tokenize
-from trainer.data.formats import Row
+from trainer.data.rendering.chat import tokenize
+from trainer.data.rows import Row
 from trainer.serve.http.chat import render_chat
 from trainer.serve.http.protocol import ChatFields
 from trainer.serve.http.tools import ToolCallParser, writes_tool_calls

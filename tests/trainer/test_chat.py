@@ -1,7 +1,6 @@
 """Which tokens are read and which are learned, on toy tokenizers with the templates of well-known models."""
 
 import json
-import logging
 import time
 from pathlib import Path
 
@@ -9,10 +8,15 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from trainer.config.data import ColumnsConfig
+from trainer.config.data import ColumnsConfig, DataConfig, DataSource, OnLongRow, RewrittenHistory
 from trainer.config.errors import UserError
-from trainer.data.chat import tokenize, tokenize_rows
-from trainer.data.formats import Row, read_jsonl
+from trainer.config.preference import Method
+from trainer.data.opening import open_source, read_examples
+from trainer.data.rendering.chat import Renderer, tokenize
+from trainer.data.rendering.long_rows import TokenizedRow
+from trainer.data.rows import Row
+from trainer.serve.http.chat import render_chat
+from trainer.serve.http.protocol import ChatFields
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -49,6 +53,9 @@ NO_END = "{% for message in messages %}\n### {{ message['role'] }}: {{ message['
 FOR_GOOD = "{% for message in messages %}{{ message['role'] }}<|im_end|>{% endfor %}"
 
 
+CUT = {"on_long_row": OnLongRow.truncate}
+
+
 def toy(template: str | None, *, adds_bos: bool = False, **special: str) -> PreTrainedTokenizerFast:
     """One token a byte, but "\\n\\n" and "model\\n", which merge as they do in real vocabularies."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -76,8 +83,13 @@ def chat(*contents: str, system: str | None = None) -> Row:
 
 def learned(row: Row, tokenizer: PreTrainedTokenizerFast, max_seq_len: int = 4096) -> list[str]:
     """The stretches of targets, as text."""
-    done = tokenize(row, tokenizer, max_seq_len=max_seq_len)
-    assert len(done.input_ids) == len(done.labels) <= max_seq_len
+    done = tokenize(row, tokenizer, max_seq_len=max_seq_len, **CUT)
+    assert len(done.input_ids) <= max_seq_len
+    return targets(done, tokenizer)
+
+
+def targets(done: TokenizedRow, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    assert len(done.input_ids) == len(done.labels)
     assert all(label in (-100, token_id) for token_id, label in zip(done.input_ids, done.labels, strict=True))
     stretches: list[list[int]] = [[]]
     for label in done.labels:
@@ -86,6 +98,11 @@ def learned(row: Row, tokenizer: PreTrainedTokenizerFast, max_seq_len: int = 409
         elif stretches[-1]:
             stretches.append([])
     return [tokenizer.decode(ids) for ids in stretches if ids]
+
+
+def served(messages: list[dict], tokenizer: PreTrainedTokenizerFast, tools: list[dict] | None = None) -> list[int]:
+    """The prompt that the server makes."""
+    return render_chat(tokenizer, ChatFields(messages=messages, tools=tools))
 
 
 @pytest.mark.parametrize(
@@ -143,11 +160,21 @@ def test_header_that_merges_with_its_newline() -> None:
 
 
 def test_answer_that_merges_with_the_header() -> None:
-    # "assistant\n" + "\nYes" holds one token "\n\n": half template, never generated behind the prompt, not learned.
+    # "assistant\n" + "\nYes" holds one token "\n\n", which is half template and never generated behind the prompt. So
+    # the turn gets a row of its own, with the prompt's tokens as served; for the turn after it, it is history.
     tokenizer = toy(CHATML)
-    done = tokenize(chat("a?", "\nYes"), tokenizer, max_seq_len=99)
-    assert "ĊĊ" in tokenizer.convert_ids_to_tokens(done.input_ids)
-    assert learned(chat("a?", "\nYes", "b?", "No"), tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
+    assert learned(chat("a?", "\nYes"), tokenizer) == ["\nYes<|im_end|>"]
+    rows = Renderer(tokenizer, DataConfig(max_seq_len=99)).tokenize(chat("a?", "\nYes", "b?", "No"))
+    assert [row.origin for row in rows] == ["train.jsonl:12", "train.jsonl:12 turn 1"]
+    assert [targets(row, tokenizer) for row in rows] == [["No<|im_end|>"], ["\nYes<|im_end|>"]]
+    assert ["ĊĊ" in tokenizer.convert_ids_to_tokens(row.input_ids) for row in rows] == [True, False]
+    for row, num_turns in zip(rows, (3, 1), strict=True):
+        prompt = served(chat("a?", "\nYes", "b?", "No").messages[:num_turns], tokenizer)
+        assert row.input_ids[: len(prompt)] == prompt and set(row.labels[: len(prompt)]) == {-100}
+    (row,) = Renderer(tokenizer, DataConfig(max_seq_len=99, rewritten_history=RewrittenHistory.error)).tokenize(
+        chat("a?", "\nYes", "b?", "No")
+    )
+    assert targets(row, tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
 
 
 def test_empty_thought_is_learned_in_the_last_turn() -> None:
@@ -158,7 +185,7 @@ def test_template_that_rewrites_history_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"train\.jsonl:12: the chat template rewrites history: turn 1 .* one assistant turn"
     ):
-        tokenize(chat("a?", "b", "c?", "d"), toy(THINKING), max_seq_len=99)
+        tokenize(chat("a?", "b", "c?", "d"), toy(THINKING), max_seq_len=99, rewritten_history=RewrittenHistory.error)
 
 
 def test_template_with_another_generation_prompt_is_refused() -> None:
@@ -230,7 +257,7 @@ def test_cut_at_the_end() -> None:
     row, tokenizer = chat("a?", "0123456789"), toy(CHATML)
     whole = tokenize(row, tokenizer, max_seq_len=99)
     first = next(index for index, label in enumerate(whole.labels) if label != -100)
-    done = tokenize(row, tokenizer, max_seq_len=first + 3)
+    done = tokenize(row, tokenizer, max_seq_len=first + 3, **CUT)
     assert done.input_ids == whole.input_ids[: first + 3] and done.labels == whole.labels[: first + 3]
     assert done.truncated == len(whole.input_ids) - first - 3 and whole.truncated == 0
     assert learned(row, tokenizer, first + 1) == ["0"]
@@ -239,9 +266,9 @@ def test_cut_at_the_end() -> None:
     )
     message = rf"train\.jsonl:12: no target token is left: the row {lengths} .* to at least {first + 1},"
     with pytest.raises(UserError, match=message):
-        tokenize(row, tokenizer, max_seq_len=10)
+        tokenize(row, tokenizer, max_seq_len=10, **CUT)
     with pytest.raises(UserError, match=f"max_seq_len={first} "):
-        tokenize(row, tokenizer, max_seq_len=first)
+        tokenize(row, tokenizer, max_seq_len=first, **CUT)
 
 
 def test_long_conversation_keeps_the_turns_that_fit() -> None:
@@ -250,56 +277,37 @@ def test_long_conversation_keeps_the_turns_that_fit() -> None:
 
 
 def test_text_of_one_token_has_no_target() -> None:
-    # Position 0 is all that is left, and nothing predicts it.
-    with pytest.raises(UserError, match="no target token is left"):
-        tokenize(Row(None, "x", "train.jsonl:12"), toy(None), max_seq_len=1)
-
-
-def test_table_and_its_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    rows, tokenizer = [chat("a?", "0123456789"), Row(None, "Once.", "notes.jsonl:1")], toy(CHATML)
-    with caplog.at_level(logging.INFO, "trainer"):
-        table = tokenize_rows(rows, tokenizer, 50)
-    assert table.column_names == ["input_ids", "labels", "origin"]
-    assert table["origin"] == ["train.jsonl:12", "notes.jsonl:1"]
-    assert {table.features[name].feature.dtype for name in ("input_ids", "labels")} == {"int64"}
-    assert table[0]["input_ids"] == tokenize(rows[0], tokenizer, max_seq_len=50).input_ids
-    # Chat: 3 + 10 + "user\n" and "assistant\n" (5 + 10), "a?" (2), two starts, ends and newlines (6) = 33.
-    # Text: 5 letters and EOS. Targets: ten digits and the end of turn; all of the text but its first token.
-    assert caplog.messages == ["2 rows: 39 tokens, 16 of them targets; 0 rows cut to data.max_seq_len=50"]
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "trainer"):
-        tokenize_rows(rows, tokenizer, 30)
-    # Three tokens are gone: the newline, which is no target, the end of turn and the tenth digit.
-    assert caplog.messages == ["2 rows: 36 tokens, 14 of them targets; 1 rows cut to data.max_seq_len=30"]
-
-
-def test_faults_are_counted() -> None:
-    rows = [chat("a?", "b"), chat("long " * 20, "b"), chat("long " * 20, "b"), chat("long " * 20, "b")]
-    with pytest.raises(UserError, match=r"no target token is left.*\(2 more of 4 rows are refused too\)"):
-        tokenize_rows(rows, toy(CHATML), 64)
+    # EOS at position 0 is all there is, and nothing predicts it.
+    with pytest.raises(UserError, match="no target token is left: the row has 1 tokens"):
+        tokenize(Row(None, "", "train.jsonl:12"), toy(None), max_seq_len=8)
 
 
 def test_changed_template_is_seen_at_once() -> None:
     tokenizer, rows = toy(CHATML), [chat("a?", "b")]
-    before = tokenize_rows(rows, tokenizer, 99)[0]["input_ids"]
+    before = tokenize(rows[0], tokenizer, max_seq_len=99).input_ids
     tokenizer.chat_template = CHATML.replace("<|im_end|>\n", "<|im_end|>\n\n")
-    after = tokenize_rows(rows, tokenizer, 99)[0]["input_ids"]
+    after = tokenize(rows[0], tokenizer, max_seq_len=99).input_ids
     assert tokenizer.decode(after) == tokenizer.decode(before).replace("<|im_end|>\n", "<|im_end|>\n\n")
+
+
+def read(path: Path, **settings: object) -> list[Row]:
+    config = DataConfig(DataSource.file, str(path), **settings)
+    return list(read_examples(open_source(config.sources()[0], config, Method.none)))
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the data folder beside the checkout is absent")
 def test_real_rows_at_speed() -> None:
-    rows = read_jsonl(
-        str(DATA / "gsm8k_train.jsonl"), ColumnsConfig(prompt="question", completion="answer"), limit=1000
+    rows = read(
+        DATA / "gsm8k_train.jsonl", columns=ColumnsConfig(prompt="question", completion="answer"), max_rows=1000
     )
     tokenizer = toy(SMOLLM2)
     start = time.process_time()
-    table = tokenize_rows(rows, tokenizer, 4096)
+    done = [tokenize(row, tokenizer, max_seq_len=4096) for row in rows]
     assert (
         time.process_time() - start < 6
     )  # 0.7 ms a row with a real vocabulary, so 0.7 s; a quadratic way takes minutes
-    for row, labels in zip(rows, table["labels"], strict=True):
-        answer = tokenizer.decode([label for label in labels if label != -100])
+    for row, tokens in zip(rows, done, strict=True):
+        answer = tokenizer.decode([label for label in tokens.labels if label != -100])
         assert answer == row.messages[1]["content"] + "<|im_end|>"
 
 
@@ -310,5 +318,5 @@ def test_real_instructions(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     tokenizer = toy(LLAMA3, adds_bos=True)
-    for row in read_jsonl(str(path), ColumnsConfig()):
+    for row in read(path):
         assert learned(row, tokenizer) == [row.messages[1]["content"].strip() + "<|eot|>"]  # the template trims

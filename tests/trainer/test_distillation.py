@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from tests.trainer.conftest import losses
+from tests.trainer.tokens import tokens_of
 from trainer import UserError, load_config, teacher_cache
 from trainer.checkpoint import checkpoints
 from trainer.config.distill import DistillConfig, DistillTokens, Divergence
 from trainer.config.lora import LoraConfig
 from trainer.config.model import DType, ModelConfig, ModelSource
-from trainer.data.chat import tokenize_rows
-from trainer.data.formats import Row
+from trainer.data.rows import Row
 from trainer.distillation import DistillationLoss, LiveTeacher, copy_teacher
 from trainer.lora import attach_lora
 from trainer.model import load_model
@@ -53,7 +53,7 @@ def tiny():
 @pytest.fixture
 def data(tiny):
     """Training rows, held-out rows"""
-    return [tokenize_rows(rows, tiny[1], 128) for rows in (ROWS, [Row(PROMPTED, None, "held out")])]
+    return [tokens_of(rows, tiny[1], max_seq_len=128) for rows in (ROWS, [Row(PROMPTED, None, "held out")])]
 
 
 def student_of(model):

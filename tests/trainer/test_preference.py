@@ -9,14 +9,15 @@ from datasets import Dataset
 from peft import LoraConfig as PeftLoraConfig
 from torch import Tensor
 
+from tests.trainer.tokens import tokens_of
 from trainer.config.errors import UserError
 from trainer.config.lora import LoraConfig
 from trainer.config.model import DType, ModelConfig, ModelSource
 from trainer.config.preference import DpoLoss, Method, PreferenceConfig
 from trainer.config.quant import Codebook, QuantConfig
-from trainer.data.formats import Row, exchange
-from trainer.data.preference import tokenize_preferences
-from trainer.data.preference_rows import Labelled, Pair
+from trainer.data.preference import with_mismatched
+from trainer.data.rows import Labelled, Pair, Row
+from trainer.data.shaping.messages import exchange
 from trainer.lora import attach_lora
 from trainer.model import load_model, prepare_model
 from trainer.objective import NextTokenLoss
@@ -58,9 +59,8 @@ def with_adapter(*, packed: bool = False, dropout: float = 0.0) -> tuple[torch.n
     if packed:
         prepare_model(model, QuantConfig(Codebook.nf4))
     model = attach_lora(model, LoraConfig(rank=4, dropout=dropout), seed=0)
-    of_pairs, of_labels = (
-        list(tokenize_preferences(rows, tokenizer, 512, donors=rows)) for rows in (pairs(), labelled())
-    )
+    of_pairs, answers = list(tokens_of(pairs(), tokenizer)), tokens_of(labelled(), tokenizer)
+    of_labels = list(with_mismatched(answers, donors=answers, max_seq_len=512))
     learn_a_little(model, of_labels)
     return model, of_pairs, of_labels
 

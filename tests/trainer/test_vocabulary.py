@@ -1,12 +1,15 @@
 """Added tokens: the same ids and rows on every machine, and no other tokenizer is taken for the trained one."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from trainer.config.errors import UserError
 from trainer.config.model import ModelConfig, ModelSource
-from trainer.model import load_model
+from trainer.model import load_model, load_stop_ids, load_tokenizer
 from trainer.sources.tiny import tiny_model
 from trainer.vocabulary import add_tokens, check_tokenizer, tokenizer_sha256
 
@@ -73,6 +76,30 @@ def test_loading_twice_gives_the_same_bits():
     first, second = (load_model(ModelConfig(source=ModelSource.tiny, add_tokens=TOKENS))[0] for _ in range(2))
     assert torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
     assert not any(parameter.requires_grad for parameter in first.parameters())
+
+
+def test_the_tokenizer_alone_is_that_of_the_loaded_model():
+    config = ModelConfig(source=ModelSource.tiny, add_tokens=TOKENS)
+    alone = load_tokenizer(config)
+    assert tokenizer_sha256(alone) == tokenizer_sha256(load_model(config)[1])
+    assert alone.convert_tokens_to_ids(TOKENS) == [260, 261]
+    with pytest.raises(UserError, match=r"model.add_tokens has \['<\|im_end\|>'\], which the vocabulary holds already"):
+        load_tokenizer(ModelConfig(source=ModelSource.tiny, add_tokens=["<|im_end|>"]))
+
+
+def test_a_folder_without_tokenizer_is_answered(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="holds no tokenizer that can be read"):
+        load_tokenizer(ModelConfig(ModelSource.folder, str(tmp_path)))
+
+
+@pytest.mark.parametrize("listed, expected", [(None, {2}), (0, {0}), ([0, 2], {0, 2})])
+def test_stops_are_those_of_the_generation_config_or_else_of_the_config(tmp_path, listed, expected):
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if listed is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    assert load_stop_ids(ModelConfig(ModelSource.folder, str(folder))) == expected
 
 
 def test_a_tokenizer_is_known_by_what_it_does(tokenizer, tmp_path):

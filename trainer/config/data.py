@@ -162,9 +162,9 @@ class DataConfig:
     """Rows held out for evaluation, at most."""
     max_seq_len: int = 512
     """Longest row in tokens."""
-    on_long_row: OnLongRow = OnLongRow.error
+    on_long_row: OnLongRow | None = None
     """Rows longer than `max_seq_len`: error; truncate: cut at the end; split: texts into several rows; skip: left out
-    and listed."""
+    and listed. null: truncate, and say so; with packing error."""
     on_bad_row: OnBadRow = OnBadRow.error
     """Rows that cannot be trained on: error with file and line, or skip: left out and listed in bad_rows.jsonl."""
     max_row_bytes: int = 16 << 20
@@ -232,10 +232,25 @@ class DataConfig:
             not weighted or all(source.weight is not None for source in self.mix),
             "data.mix: some sources have a weight and others none; give every one a weight, or none",
         )
+        tempered = self.mix_temperature != 1
+        require(
+            not tempered or (bool(self.mix) and all(source.epochs is None for source in self.mix)),
+            f"data.mix_temperature={self.mix_temperature} has no effect without data.mix, or on sources with epochs; "
+            "leave one of them out",
+        )
+        require(
+            self.mix_until is not MixUntil.first or bool(weighted) or tempered,
+            "data.mix_until=first has no effect without weights; give each source of data.mix one, or leave it out",
+        )
         require(
             not self.streaming or self.source is not DataSource.pydocs or bool(self.mix),
             "data.streaming=true has no effect with data=pydocs, which is small; leave it out",
         )
+
+    @property
+    def long_rows(self) -> OnLongRow:
+        """`on_long_row`, resolved."""
+        return self.on_long_row or (OnLongRow.error if self.packing else OnLongRow.truncate)
 
     def sources(self) -> list[SourceConfig]:
         """What is trained on: the mix, or the one source."""
@@ -249,8 +264,8 @@ class DataConfig:
         if not (self.eval_path or self.eval_split):
             return None
         shared: dict[str, Any] = {key: getattr(self, key) for key in _SHARED} | {"max_rows": self.eval_rows}
-        if self.eval_split:
-            shared["split"] = self.eval_split
+        if self.eval_split or (self.eval_path and Path(self.eval_path).is_file()):
+            shared["split"] = self.eval_split or SourceConfig.split
         if self.source is DataSource.pydocs:
             shared["source"] = DataSource.file
         return SourceConfig(path=self.eval_path or self.path or "", **shared)

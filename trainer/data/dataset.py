@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import DataConfig
 from trainer.config.errors import require
 from trainer.config.preference import Method
-from trainer.data.chat import Renderer
 from trainer.data.opening import OpenedSource, OpenedSources, open_sources, read_examples
 from trainer.data.preference import with_mismatched
+from trainer.data.rendering.chat import Renderer
 from trainer.data.rows import BadRow, Example, content_hash
 from trainer.data.shown import marked
 from trainer.data.table import Report, Table, judge, read_table, write_table
@@ -160,7 +160,7 @@ def open_table(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTo
 def _key(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     decides = {
         "content": opened.reader.sha256(),
-        "name": opened.reader.name,
+        "path": opened.source.path,  # which origins begin with
         "max_rows": opened.source.max_rows,
         "max_row_bytes": config.max_row_bytes,
         "shape": [opened.shaper.shape.title, opened.shaper.names, opened.shaper.needed],
@@ -172,10 +172,11 @@ def _key(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTokenize
 
 @cache
 def _code_sha256() -> str:
-    """Of this room: a table of an older version is not read."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    """Of this room and those in it that make rows of tokens: a table of an older version is not read."""
+    room, digest = Path(__file__).parent, hashlib.sha256()
+    for pattern in ("*.py", "reading/*.py", "shaping/*.py", "rendering/*.py"):
+        for path in sorted(room.glob(pattern)):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -190,12 +191,18 @@ def _forget_unused(room: Path) -> None:
 
 def _log(name: str, report: Report, config: DataConfig) -> None:
     logger.info(
-        "data     %s: %d rows of %s, %d tokens, %d of them targets; longest %d (%s)%s%s",
+        "data     %s: %d rows of %s, %d tokens, %d of them targets; longest %d (%s)%s",
         *(name, report.source_rows, report.description, report.tokens, report.trained_tokens),
         *(report.longest, report.longest_origin),
-        f"; {report.truncated_rows} rows cut to data.max_seq_len={config.max_seq_len}" if report.truncated_rows else "",
         f"; {report.split_rows} rows became several, {report.rows} in all" if report.split_rows else "",
     )
+    if report.truncated_rows:
+        logger.warning(
+            "data     %s: %d of %d rows are longer than data.max_seq_len=%d and lose their end, %d tokens in all, so a "
+            "model does not learn how they end; data.max_seq_len=%d holds the longest, data.on_long_row=skip or error",
+            *(name, report.truncated_rows, report.rows, config.max_seq_len, report.lost_tokens),
+            report.longest_uncut,
+        )
     if report.bad:
         kinds = ", ".join(f"{number} {kind}" for kind, number in report.bad.items())
         logger.warning("data     %s: %d rows left out: %s", name, sum(report.bad.values()), kinds)

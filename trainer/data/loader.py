@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.order import RunOrder
-from trainer.data.permutation import permutation
+from trainer.data.ordering.order import RunOrder
+from trainer.data.ordering.permutation import permutation
 
 IGNORED = -100  # the target that torch.nn.functional.cross_entropy leaves out
 
@@ -57,13 +57,10 @@ class BatchPlan:
                 f"epochs={self.epochs}, max_steps={self.max_steps}; give epochs above 0, and max_steps of 0 or more"
             )
         if self.order is not None:
-            mine, given = self._agreed(self), self._agreed(self.order)
+            mine = self.num_rows, self.seed, self.rows_per_step
+            given = self.order.num_rows, self.order.seed, self.order.rows_per_step
             if mine != given:
-                raise ValueError(f"the order has (num_rows, seed, rows_per_step)={given}, its plan {mine}; use one")
-
-    @staticmethod
-    def _agreed(of: "BatchPlan | RunOrder") -> tuple[int, int, int]:
-        return of.num_rows, of.seed, of.rows_per_step
+                raise ValueError(f"(num_rows, seed, rows_per_step)={mine}, and of the order {given}; give equal ones")
 
     @property
     def rows_per_step(self) -> int:

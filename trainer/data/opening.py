@@ -8,9 +8,9 @@ from trainer.config.data import DataConfig, DataSource, OnBadRow, SourceConfig
 from trainer.config.errors import UserError
 from trainer.config.preference import Method
 from trainer.data.demonstration import pydocs_records
-from trainer.data.readers import ListReader, Reader, open_reader
+from trainer.data.reading.readers import ListReader, Reader, open_reader
 from trainer.data.rows import BadRow, Example
-from trainer.data.shapes import Shaper, make_shaper
+from trainer.data.shaping.shapes import Shaper, make_shaper
 
 HOPELESS_ROWS = 1000
 """A source that begins with so many bad rows and no good one is given up."""

@@ -91,7 +91,7 @@ def load_questions(*, eval_rows: int, folder: Path | None = None) -> tuple[list[
     if len(train) < _MIN_QUESTIONS or not held_out:
         raise UserError(
             f"data=pydocs found {len(train)} docstrings to train on and {len(held_out)} to hold out in {folder}; at "
-            f"least {_MIN_QUESTIONS} and 1 are needed; use a Python with its sources, or data=jsonl data.path=<file>"
+            f"least {_MIN_QUESTIONS} and 1 are needed; use a Python with its sources, or data=file data.path=<file>"
         )
     return [_ask(entry) for entry in train], [_ask(entry) for entry in _spread(held_out)[:eval_rows]]
 

@@ -1,11 +1,11 @@
 """What the stops of the data hand to each other: a row, and the error about one.
 
-readers.py    a file, folder or hub dataset -> raw rows, each with the place where it stands
-shapes.py     a raw row's fields            -> Row, Pair or Labelled
-chat.py       Row                           -> token ids and labels
-table.py      all rows of a source          -> a table on disk; stream.py: a window of rows at a time
-order.py      which rows an epoch takes in which order, mixed and packed
-loader.py     which of them a step takes, and their tensors
+reading/     a file, folder or hub dataset -> raw rows, each with the place where it stands
+shaping/     a raw row's fields            -> Row, Pair or Labelled
+rendering/   Row                           -> token ids and labels
+table.py     all rows of a source          -> a table on disk; streams/: a window of rows at a time
+ordering/    which rows an epoch takes in which order, mixed and packed
+loader.py    which of them a step takes, and their tensors
 """
 
 import hashlib
@@ -102,6 +102,11 @@ class Labelled:
 
 Preference = Pair | Labelled
 Example = Row | Pair | Labelled
+
+TokenRow = dict[str, Any]
+"""A row of tokens; tokenizing.py says what is in it."""
+Tokenized = list[TokenRow] | BadRow
+"""What became of a source row."""
 
 
 def content_hash(example: Example) -> int:

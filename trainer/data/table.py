@@ -25,8 +25,7 @@ from datasets.arrow_writer import ArrowWriter
 from trainer.config.data import DataConfig, OnBadRow
 from trainer.config.errors import UserError
 from trainer.data.opening import HOPELESS_ROWS
-from trainer.data.rows import BadRow
-from trainer.data.tokenizing import Tokenized, TokenRow
+from trainer.data.rows import BadRow, Tokenized, TokenRow
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +56,10 @@ class Report:
     """Of pairs, both documents."""
     trained_tokens: int = 0
     truncated_rows: int = 0
+    lost_tokens: int = 0
+    """What truncated rows lost."""
+    longest_uncut: int = 0
+    """Tokens that `data.max_seq_len` would need so that none is truncated."""
     split_rows: int = 0
     """Source rows that became several."""
     duplicates: int = 0
@@ -139,7 +142,10 @@ class _Writing:
                 if name.endswith("labels"):
                     report.trained_tokens += int(np.count_nonzero(values != IGNORED))
         self._digest.update(bytes([row.get("desirable", 0)]))
-        report.truncated_rows += row.pop("truncated") > 0
+        lost = row.pop("truncated")
+        report.truncated_rows += lost > 0
+        report.lost_tokens += lost
+        report.longest_uncut = max(report.longest_uncut, max(lengths) + lost)
         if max(lengths) > report.longest:
             report.longest, report.longest_origin = max(lengths), row["origin"]
 

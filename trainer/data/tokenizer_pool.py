@@ -11,20 +11,20 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from ctypes import c_byte
 from itertools import islice
 from multiprocessing import connection, get_context, parent_process
 from typing import Protocol
 
 import numpy as np
 
-from trainer.data.interleave import SourceRow
-from trainer.data.readers import RawRow
-from trainer.data.rows import BadRow
-from trainer.data.tokenizing import Tokenized, TokenRow
+from trainer.data.reading.raw_rows import RawRow
+from trainer.data.rows import BadRow, Tokenized, TokenRow
 
 CHUNK_ROWS = 256
 """Raw rows that travel to a worker at a time."""
@@ -46,16 +46,20 @@ class TokenizerPool:
         self._tokenizers, self._num_workers = tuple(tokenizers), num_workers
         self._workers: ProcessPoolExecutor | None = None
         if num_workers:
-            start = (_start_worker, (self._tokenizers,))
-            self._workers = ProcessPoolExecutor(num_workers, get_context("spawn"), *start)
+            context = get_context("spawn")
+            # without a lock, which a worker that is killed could hold
+            stop = context.RawValue("b", 0)
+            self._workers = ProcessPoolExecutor(num_workers, context, _start_worker, (self._tokenizers, stop))
+            # also where nobody closes the pool, as after an exception
+            self._end = weakref.finalize(self, _end_workers, self._workers, stop)
 
-    def tokenize(self, rows: Iterable[SourceRow]) -> Iterator[Tokenized]:
-        """What becomes of each row, in their order; `input_ids` and `labels` are [T] int32 arrays."""
+    def tokenize(self, rows: Iterable[tuple[int, RawRow]]) -> Iterator[Tokenized]:
+        """What becomes of each source's number and row, in their order; ids and labels are [T] int32 arrays."""
         if self._workers is None:
             yield from (_tokenize(self._tokenizers, row) for row in rows)
             return
         rows = iter(rows)
-        under_way: deque[tuple[list[SourceRow], Future[list[Tokenized]] | None]] = deque()
+        under_way: deque[tuple[list[tuple[int, RawRow]], Future[list[Tokenized]] | None]] = deque()
         try:
             while True:
                 while len(under_way) < 2 * self._num_workers and (chunk := list(islice(rows, CHUNK_ROWS))):
@@ -68,17 +72,20 @@ class TokenizerPool:
                 if future is not None:
                     future.cancel()
 
-    def _submit(self, chunk: list[SourceRow]) -> Future[list[Tokenized]] | None:
+    def _submit(self, chunk: list[tuple[int, RawRow]]) -> Future[list[Tokenized]] | None:
         try:
             return self._workers.submit(_tokenize_chunk, chunk) if self._workers is not None else None
         except BrokenProcessPool:
             return None
 
-    def _result(self, chunk: list[SourceRow], future: Future[list[Tokenized]] | None) -> list[Tokenized]:
+    def _result(self, chunk: list[tuple[int, RawRow]], future: Future[list[Tokenized]] | None) -> list[Tokenized]:
         """A chunk's rows; of this process where the workers are gone, for they are the same."""
         try:
             if future is not None:
-                return future.result()
+                results = future.result()
+                if len(results) < len(chunk):
+                    raise CancelledError  # another thread closed the pool
+                return results
         except BrokenProcessPool:
             if self._workers is not None:
                 logger.warning("a data worker was ended from outside (short of memory?); this process tokenizes alone")
@@ -86,10 +93,10 @@ class TokenizerPool:
         return [_tokenize(self._tokenizers, row) for row in chunk]
 
     def close(self) -> None:
-        """End the workers; those at work end with their chunk."""
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.shutdown(cancel_futures=True)
+        """End the workers; those at work end with their row."""
+        if self._workers is not None:
+            self._workers = None
+            self._end()
 
     def __enter__(self) -> "TokenizerPool":
         return self
@@ -101,11 +108,12 @@ class TokenizerPool:
 def tokenize_all(tokenizer: Tokenizing, rows: Iterable[RawRow], *, num_workers: int) -> Iterator[Tokenized]:
     """What becomes of each row of one source; see `TokenizerPool`."""
     with TokenizerPool([tokenizer], num_workers=num_workers) as pool:
-        yield from pool.tokenize(SourceRow(0, row) for row in rows)
+        yield from pool.tokenize((0, row) for row in rows)
 
 
-def _tokenize(tokenizers: Sequence[Tokenizing], row: SourceRow) -> Tokenized:
-    result = tokenizers[row.source](row.row)
+def _tokenize(tokenizers: Sequence[Tokenizing], row: tuple[int, RawRow]) -> Tokenized:
+    source, raw = row
+    result = tokenizers[source](raw)
     return result if isinstance(result, BadRow) else [_compact(part) for part in result]
 
 
@@ -113,14 +121,20 @@ def _compact(row: TokenRow) -> TokenRow:
     return {key: np.asarray(value, np.int32) if isinstance(value, list) else value for key, value in row.items()}
 
 
+def _end_workers(workers: ProcessPoolExecutor, stop: c_byte) -> None:
+    stop.value = 1
+    workers.shutdown(cancel_futures=True)
+
+
 # ---- in a worker
 
 _tokenizers: Sequence[Tokenizing] = ()
+_stop = c_byte(0)
 
 
-def _start_worker(tokenizers: Sequence[Tokenizing]) -> None:
-    global _tokenizers
-    _tokenizers = tokenizers
+def _start_worker(tokenizers: Sequence[Tokenizing], stop: c_byte) -> None:
+    global _tokenizers, _stop
+    _tokenizers, _stop = tokenizers, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -133,5 +147,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenize_chunk(rows: list[SourceRow]) -> list[Tokenized]:
-    return [_tokenize(_tokenizers, row) for row in rows]
+def _tokenize_chunk(rows: list[tuple[int, RawRow]]) -> list[Tokenized]:
+    return [_tokenize(_tokenizers, row) for row in rows if not _stop.value]

@@ -1,24 +1,18 @@
 """Raw rows of one source to rows of tokens: parse, shape, render. What a worker process runs.
 
-Between readers.py and table.py or stream.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int),
-`origin` (str), `content` (63 bits, equal where two source rows say the same), `truncated` (tokens cut off), for pairs
-also `rejected_input_ids` and `rejected_labels`, for labelled answers `desirable`. A source row may become several of
-them: a conversation whose template rewrites history, a long text.
+Between readers.py and tokenizer_pool.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int, and int32
+arrays behind the pool), `origin` (str), `content` (63 bits, equal where two source rows say the same), `truncated`
+(tokens cut off), for pairs also `rejected_input_ids` and `rejected_labels`, for labelled answers `desirable`. A source
+row may become several of them: a conversation whose template rewrites history, a long text.
 """
-
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config.data import DataConfig
-from trainer.data.chat import Renderer, TokenizedRow
-from trainer.data.readers import RawRow, Reader
-from trainer.data.rows import BadRow, Example, Labelled, Pair, Row, content_hash, fail
-from trainer.data.shapes import Shaper
-
-TokenRow = dict[str, Any]
-Tokenized = list[TokenRow] | BadRow
-"""What became of a source row."""
+from trainer.data.reading.readers import RawRow, Reader
+from trainer.data.rendering.chat import Renderer, TokenizedRow
+from trainer.data.rows import BadRow, Example, Labelled, Pair, Row, Tokenized, TokenRow, content_hash, fail
+from trainer.data.shaping.shapes import Shaper
 
 
 class ExampleTokenizer:

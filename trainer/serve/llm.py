@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from trainer.chat_messages import template_message, with_one_bos
 from trainer.config.errors import UserError, require
 from trainer.serve.adapters import Adapter, factors_from_module
 from trainer.serve.build import LIVE_ADAPTER, build_engine
@@ -102,9 +103,12 @@ class LLM:
         """Answer one conversation or several, through the model's chat template."""
         several = [conversations] if isinstance(conversations[0], dict) else list(conversations)
         prompts = [
-            self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
+            self.tokenizer.apply_chat_template(
+                [template_message(turn) for turn in turns], add_generation_prompt=True, return_dict=False
+            )
             for turns in several
         ]
+        prompts = [with_one_bos(prompt, self.tokenizer.bos_token_id) for prompt in prompts]
         return self.generate(prompts, params, adapter=adapter)
 
     def loglikelihood(

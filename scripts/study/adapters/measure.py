@@ -59,7 +59,7 @@ def _trained(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     sizes = cell.sizes
     run, setup_s = _prepared(cell, data, folder, steps=sizes["steps"])
     figures: dict[str, Any] = {"setup_s": setup_s, "trained_parameters": _trained_parameters(run)}
-    figures["start_loss"] = _held_out_loss(run, run.held_out)
+    figures["start_loss"] = _held_out_loss(run, run.data.held_out)
     if cell.seed == 0:
         figures["start_perplexity"] = _text_perplexity(run, cell, data)
         figures["layer_errors"] = layer_errors(run)
@@ -68,7 +68,7 @@ def _trained(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     lines = _metrics(folder)
     figures |= {"losses": [line["loss"] for line in lines], "grad_norms": [line["grad_norm"] for line in lines]}
     figures |= {"tokens": run.state.tokens, "tokens_per_s": run.state.tokens / run.state.train_s}
-    figures["loss"] = _held_out_loss(run, run.held_out)
+    figures["loss"] = _held_out_loss(run, run.data.held_out)
     figures["perplexity"] = _text_perplexity(run, cell, data)
     _close(run)
     return {**figures, **_answers(run, cell, data, folder / "merged")}
@@ -117,11 +117,11 @@ def _long(cell: Cell, data: Path, folder: Path) -> dict[str, Any]:
     """Held-out losses on the way, as pairs of step and loss."""
     steps = cell.sizes["long_steps"]
     run, setup_s = _prepared(cell, data, folder, f"train.eval_every={steps // 8}", steps=steps)
-    curve = [(0, _held_out_loss(run, run.held_out))]
+    curve = [(0, _held_out_loss(run, run.data.held_out))]
     train(run.training, run.state)
     lines = _metrics(folder)
     curve += [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
-    curve.append((steps, _held_out_loss(run, run.held_out)))
+    curve.append((steps, _held_out_loss(run, run.data.held_out)))
     _close(run)
     return {"setup_s": setup_s, "losses": [line["loss"] for line in lines], "curve": curve}
 

@@ -1,16 +1,17 @@
 """Chat messages to token ids, through the tokenizer's chat template: the ids that training saw, to the letter.
 
 Messages go to the template as they came, other keys included; only what templates cannot read is brought into their
-form: text parts become one string, the arguments of earlier tool calls become objects, null becomes an empty string.
+form: text parts become one string, the arguments of earlier tool calls become objects, null becomes an empty string;
+and what training does too (trainer/chat_messages.py).
 """
 
 import inspect
 import json
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from trainer.chat_messages import TEMPLATE_FAULTS, template_message, with_one_bos
 from trainer.config.errors import UserError, require
 from trainer.serve.http.protocol import ChatFields
 
@@ -79,13 +80,12 @@ def _template_kwargs(tokenizer: PreTrainedTokenizerBase, chat: ChatFields) -> di
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], settings: dict[str, Any]) -> list[int]:
     try:
         token_ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **settings)
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        # A template is a program: given an unexpected message it may also add a string to a list.
+    except TEMPLATE_FAULTS as error:
         roles = ", ".join(message["role"] for message in messages)
         reason = str(error) or type(error).__name__
         raise UserError(f"messages: the chat template refuses the roles {roles[:200]}: {reason[:500]}") from error
     require(bool(token_ids), "messages: the chat template makes no token of them; give a message with content")
-    return token_ids
+    return with_one_bos(token_ids, tokenizer.bos_token_id)
 
 
 def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
             result["tool_calls"] = _tool_calls(where, role, message["tool_calls"])
         else:
             del result["tool_calls"]
-    return result
+    return template_message(result)
 
 
 def _content(where: str, role: str, message: dict[str, Any]) -> str:
