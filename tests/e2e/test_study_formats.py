@@ -33,8 +33,8 @@ def test_cells_have_figures_with_intervals(work: Path) -> None:
     nf4, int8 = records["nf4_rtn@server"], records["int8_dynamic@server"]
     assert nf4["kl"]["low"] > int8["kl"]["high"] > 0 and nf4["bytes_on_disk"] < int8["bytes_on_disk"]
     load = records["nf4_rtn@load"]
-    assert load["completed"] == load["requests"] == 4 and load["price_per_million_output_tokens"] > 0
-    assert 0 < load["kv_peak_bytes"] < 1 << 28 and load["resident_bytes"] > 1e7
+    assert load["completed"] == load["requests"] == 4 and load["at_once"]["price_per_million_output_tokens"] > 0
+    assert 0 <= load["kv_peak_bytes"] < 1 << 28 and load["resident_bytes"] > 1e7
 
 
 def test_the_document_has_both_tables(work: Path, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ class Sizes:
     """Questions of pydocs that are answered greedily."""
     answer_len: int = 32
     rate: float = 0.5
-    """Requests a second that each format is served at."""
-    requests: int = 24
+    """Requests a second that each format is served at; then as many come at once."""
+    requests: int = 16
     input_len: int = 96
     output_len: int = 32
     price_per_hour: float = 0.05

@@ -102,22 +102,21 @@ def _load(cell: Cell, made: str, folder: Path) -> dict[str, Any]:
     with _served(cell, made, folder) as (process, url):
         resident = _memory(process.pid, "VmRSS")
         lengths = (f"input_len={sizes['input_len']}", f"output_len={sizes['output_len']}")
-        load = (f"rate={sizes['rate']}", f"num_requests={sizes['requests']}", "warmup=2", "metrics_every_s=0.2")
+        load = (f"rate={sizes['rate']},inf", f"num_requests={sizes['requests']}", "warmup=2", "metrics_every_s=0.2")
         command = [sys.executable, _SCRIPTS / "bench_load.py", f"url={url}", *lengths, *load]
         command += [f"price_per_hour={sizes['price_per_hour']}", f"out={folder}"]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(done.stdout)
         if done.returncode:
             raise RuntimeError(f"bench_load.py ended with {done.returncode}: {done.stdout.strip().splitlines()[-1]}")
-        row = json.loads(done.stdout.strip().splitlines()[-1])["rows"][0]
+        row, at_once = json.loads(done.stdout.strip().splitlines()[-1])["rows"][:2]
         peak = _memory(process.pid, "VmHWM")
     usage = row["server_says"].get("kv_usage_peak")
     kept = ("requests", "completed", "errors", "output_tokens_per_s", "total_tokens_per_s", "saturated")
     kept += ("ttft_ms", "tpot_ms", "e2e_ms")
-    price = {key: value for key, value in row.items() if key.startswith("price")}
     return {
         **{key: row[key] for key in kept},
-        **price,
+        "at_once": {key: at_once[key] for key in (*kept[:5], "price_per_million_output_tokens")},
         "rate": sizes["rate"],
         "kv_peak_bytes": None if usage is None else usage * KV_BYTES,
         "resident_bytes": resident,

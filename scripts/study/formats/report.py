@@ -102,12 +102,13 @@ def _load(found: dict[str, dict[str, Any]], sizes: Sizes) -> list[str]:
     if not rows:
         return []
     header = ["format", "requests answered", "output tokens/s", "TTFT p50, ms", "TTFT p99, ms", "TPOT p50, ms"]
-    header += ["peak KV, MB", "resident, MB", "price of a million output tokens"]
+    header += ["peak KV, MB", "resident, MB", "tokens/s, all at once", "price of a million output tokens"]
     text = (
         f"{sizes.requests} requests of {sizes.input_len} tokens with {sizes.output_len} to answer, {sizes.rate:g} a "
         f"second as a Poisson process (`scripts/bench_load.py`); our server, one thread. Resident: the server's memory "
-        f"after it opened the model, with {_KV_MB} MB of KV cache that fill as they are used. Price: of a machine at "
-        f"{sizes.price_per_hour:g} an hour, at this rate; a machine that is kept busier is cheaper a token."
+        f"after it opened the model, with {_KV_MB} MB of KV cache that fill as they are used. Then the same requests "
+        f"all at once: what the server makes where it is never idle, and what a million of its output tokens cost on a "
+        f"machine at {sizes.price_per_hour:g} an hour."
     )
     return ["## Under load", paragraph(text), table(header, rows)]
 
@@ -116,7 +117,8 @@ _KV_MB = 268
 
 
 def _load_row(record: dict[str, Any]) -> list[str]:
-    price = record.get("price_per_million_output_tokens")
+    at_once = record["at_once"]
+    price = at_once["price_per_million_output_tokens"]
     sizes = [record[key] for key in ("kv_peak_bytes", "resident_bytes")]
     megabytes = ["-" if size is None else f"{size / 1e6:.1f}" for size in sizes]
     return [
@@ -125,5 +127,6 @@ def _load_row(record: dict[str, Any]) -> list[str]:
         *(f"{record['ttft_ms'][share]:.0f}" for share in ("p50", "p99")),
         f"{record['tpot_ms']['p50']:.0f}",
         *megabytes,
+        f"{at_once['output_tokens_per_s']:.1f}",
         "-" if price is None else f"{price:.2f}",
     ]
