@@ -141,7 +141,6 @@ async def _tick(lags_s: list[float]) -> None:
 def _no_collection() -> Iterator[None]:
     """A full garbage collection stops the client for milliseconds; what a point keeps is no garbage."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

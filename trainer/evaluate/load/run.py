@@ -22,6 +22,11 @@ log = logging.getLogger(__name__)
 
 
 def run_load(config: LoadConfig) -> list[dict[str, Any]]:
+    """`load_servers` in an event loop of its own."""
+    return asyncio.run(load_servers(config))
+
+
+async def load_servers(config: LoadConfig) -> list[dict[str, Any]]:
     """Put every load on every server of `url` and `compare`; a row a point, in the order of the run.
 
     A server that does not answer has one row, with its error.
@@ -30,7 +35,7 @@ def run_load(config: LoadConfig) -> list[dict[str, Any]]:
     workloads = Workloads(config)
     chat = config.api == Api.chat or (config.api == Api.auto and workloads.has_messages)
     maker, count = from_tokenizer(config.tokenizer, chat=chat) if config.tokenizer else (None, None)
-    return asyncio.run(_LoadTest(config, workloads, chat, maker, count).run())
+    return await _LoadTest(config, workloads, chat, maker, count).run()
 
 
 class _LoadTest:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.config.load import LoadConfig, Workload
 from trainer.evaluate.load.arrivals import arrival_times, replayed_times
-from trainer.evaluate.load.lengths import Lengths, read_lengths
+from trainer.evaluate.load.lengths import read_lengths
 from trainer.evaluate.load.prompt_file import PromptRow, read_prompts
 from trainer.evaluate.load.texts import TextMaker
 
