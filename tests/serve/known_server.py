@@ -164,6 +164,7 @@ class KnownServer:
         loop, tasks = asyncio.get_running_loop(), set()
         with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
             listener.setblocking(False)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or the kernel delays what is to be known
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
             def keep(coroutine: Any) -> None:
