@@ -609,7 +609,7 @@ def test_a_failed_engine_ends_the_server_with_1(tokenizer):
 
 
 def test_small_pieces_are_not_held_back(tokenizer):
-    """Nagle's algorithm would keep a token's few bytes until the client acknowledged the ones before: 40 ms each time."""
+    """Nagle's algorithm would keep a token's few bytes until the client acknowledged those before: 40 ms."""
     engine = FakeEngine(tokenizer)
 
     async def option() -> int:
