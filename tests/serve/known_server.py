@@ -23,6 +23,7 @@ class Served:
 
     body: dict[str, Any]
     received: float
+    number: int
     written: list[float] = field(default_factory=list)
     """When each piece with text was handed to the network."""
     ended: float = 0.0
@@ -54,11 +55,12 @@ class KnownServer:
     resets: str | None = None
     blocks_loop_s: float = 0.0
     piece: str = "né "
+    numbered: bool = False
+    """Answers begin with their number in `served`."""
 
     served: list[Served] = field(default_factory=list)
     num_resets: int = 0
     connections: int = 0
-    calls: int = 0
     url: str = ""
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,7 +100,7 @@ class KnownServer:
             return _whole(writer, 400, {"error": {"message": f"{refused[0]} is no field"}})
         if not body["stream"]:
             return _whole(writer, 200, {"choices": [], "usage": {"prompt_tokens": _num_tokens(body)}})
-        served = Served(body, time.perf_counter())
+        served = Served(body, time.perf_counter(), len(self.served))
         is_probe = body["max_tokens"] == 2
         if not is_probe:
             self.served.append(served)
@@ -120,7 +122,8 @@ class KnownServer:
             await self._stalled()
             if fault and i == num // 2:
                 return await self._fail(fault, writer)
-            text = {"delta": {"content": self.piece}} if chat else {"text": self.piece}
+            piece = f"{served.number}{self.piece}" if self.numbered and i == 0 else self.piece
+            text = {"delta": {"content": piece}} if chat else {"text": piece}
             served.written.append(time.perf_counter())
             self._event(writer, {"choices": [{"index": 0, "finish_reason": None} | text]})
             await writer.drain()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from trainer.config.load import LoadConfig
 from trainer.evaluate.load.answer import AnswerReader, Outcome
 from trainer.evaluate.load.energy import LOCAL, EnergyMeter
-from trainer.evaluate.load.http1 import HttpError
+from trainer.evaluate.load.framing import HttpError
 from trainer.evaluate.load.probe import Server
 from trainer.evaluate.load.server_metrics import MetricsWatch
 from trainer.evaluate.load.workload import Job, Messages

@@ -12,7 +12,8 @@ from typing import Any
 
 from trainer.config.load import LoadConfig
 from trainer.evaluate.load.answer import AnswerReader, Outcome, error_text
-from trainer.evaluate.load.http1 import Client, HttpError, Response
+from trainer.evaluate.load.client import Client
+from trainer.evaluate.load.framing import HttpError, Response
 from trainer.evaluate.load.texts import WORDS, TextMaker, from_counts
 
 RESETS = (("POST", "/reset_prefix_cache"), ("POST", "/flush_cache"))

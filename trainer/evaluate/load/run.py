@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.config.load import Api, LoadConfig
-from trainer.evaluate.load.http1 import Client
+from trainer.evaluate.load.client import Client
 from trainer.evaluate.load.measures import point_figures
 from trainer.evaluate.load.notes import notes
 from trainer.evaluate.load.point import run_point
