@@ -356,6 +356,13 @@ def test_prompts_of_a_file_are_taken_in_turns(tmp_path):
     assert row["completed"] == 4 and asked.count(("a b", 4)) == 2  # a max_tokens of 2 looks like a probe to the server
 
 
+def test_messages_are_for_chats(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "c"}]}\n')
+    with pytest.raises(UserError, match="use api=chat"):
+        rows_of(KnownServer(), workload="file", prompts=str(path), api="completions")
+
+
 def test_a_trace_is_replayed(tmp_path):
     path = tmp_path / "trace.jsonl"
     moments = [5000, 5010, 5100, 5105, 5200]

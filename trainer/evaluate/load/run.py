@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from trainer.config.errors import require
 from trainer.config.load import Api, LoadConfig
 from trainer.evaluate.load.client import Client
 from trainer.evaluate.load.measures import point_figures
@@ -34,6 +35,7 @@ async def load_servers(config: LoadConfig) -> list[dict[str, Any]]:
     """
     workloads = Workloads(config)
     chat = config.api == Api.chat or (config.api == Api.auto and workloads.has_messages)
+    require(chat or not workloads.has_messages, "api=completions takes text, and a row has messages; use api=chat")
     maker, count = from_tokenizer(config.tokenizer, chat=chat) if config.tokenizer else (None, None)
     return await _LoadTest(config, workloads, chat, maker, count).run()
 
