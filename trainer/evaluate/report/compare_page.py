@@ -20,9 +20,11 @@ from trainer.page.text import escaped, visible
 
 def print_comparison(found: Comparison, console: Console) -> None:
     """Two tables: figures with the change against the first run, and settings that differ."""
+    console.print("final figures, and the change against the first run")
     console.print(_figures_table(found))
     if found.settings:
-        settings = _table("settings that differ", ["setting", *found.names])
+        console.print("settings that differ")
+        settings = _table(["setting", *found.names])
         for key, values in found.settings.items():
             settings.add_row(_text(key), *(_text(shown(value)) for value in values))
         console.print(settings)
@@ -31,7 +33,7 @@ def print_comparison(found: Comparison, console: Console) -> None:
 
 
 def _figures_table(found: Comparison) -> Table:
-    figures = _table("final figures, and the change against the first run", ["", *found.names], justify="right")
+    figures = _table(["", *found.names], justify="right")
     for row in found.rows:
         best = row.best()
         cells = [Text(_cell(row, place), style="bold" if place == best else "") for place in range(len(row.values))]
@@ -39,8 +41,8 @@ def _figures_table(found: Comparison) -> Table:
     return figures
 
 
-def _table(title: str, names: list[str], *, justify: Literal["left", "right"] = "left") -> Table:
-    table = Table(title=title)
+def _table(names: list[str], *, justify: Literal["left", "right"] = "left") -> Table:
+    table = Table()
     for place, name in enumerate(names):
         table.add_column(_text(name), justify=justify if place else "left")
     return table
