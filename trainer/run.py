@@ -142,7 +142,8 @@ def _train_and_finish(run: PreparedRun) -> Result:
     metrics = _metrics(run, qat, evaluated=evaluated, wall_s=time.monotonic() - began)
     if training.accelerator.is_main_process:
         if config.evaluate.compares:
-            fidelity = run_fidelity(run.model, config.model, run.data.held_out[:MAX_ROWS]["input_ids"], seed=config.seed)
+            some = run.data.held_out[:MAX_ROWS]["input_ids"]
+            fidelity = run_fidelity(run.model, config.model, some, seed=config.seed)
             metrics |= {} if fidelity is None else {"fidelity": fidelity}
         (training.run_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         _write_cards(exports, config, metrics)
