@@ -44,6 +44,8 @@ def main() -> None:
     logging.getLogger("trainer").setLevel(logging.INFO)
     try:
         config = read_settings(LoadConfig, _as_settings(arguments))
+        if config.out:
+            _make_folder(config.out)
         earlier = [row for path in config.compared_files for row in read_rows(path)]
         rows = run_load(config)
     except UserError as error:
@@ -73,6 +75,14 @@ def _as_settings(arguments: list[str]) -> list[str]:
         else:
             settings.append(argument)
     return settings
+
+
+def _make_folder(path: str) -> None:
+    """Ahead of the load: a run must not end with nowhere to go."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={path} cannot be a folder: {error.strerror}") from None
 
 
 def _machine() -> str:

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from trainer.config.errors import UserError, require
 
@@ -137,7 +138,7 @@ class LoadConfig:
         self._check_rates()
         require(bool(self.urls), f"url={self.url!r} names no server; give http://host:port")
         for url in (*self.urls, *self.compared_urls):
-            require(url.startswith(("http://", "https://")), f"url={url}; give http://host:port, comma-separated")
+            require(_is_address(url), f"url={url}; give http://host:port, comma-separated")
         labels = self.labels
         require(
             self.names is None or len(labels) == len(self.urls) + len(self.compared_urls),
@@ -255,6 +256,14 @@ class LoadConfig:
 
 def _items(text: str | None) -> list[str]:
     return [item.strip() for item in (text or "").split(",") if item.strip()]
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or too large
+        return False
 
 
 def _is_object(text: str | None) -> bool:

@@ -7,6 +7,7 @@ characters are whole, so "the first token" is the first one that a reader sees.
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")
 """Where a chat's piece can carry output."""
@@ -100,15 +101,16 @@ class AnswerReader:
         except ValueError:
             self._outcome.fail("stream", f"an event is no JSON: {data[:80]!r}")
             return
-        if not isinstance(event, dict) or event.get("error") or b"error" in (name, event.get("object", "").encode()):
+        if not isinstance(event, dict) or event.get("error") or name == b"error" or event.get("object") == "error":
             self._outcome.fail("stream", error_text(data))
             return
-        self._choices(event.get("choices") or [], now)
-        self._usage(event.get("usage") or {})
+        choices = event.get("choices")
+        self._choices(choices if isinstance(choices, list) else [], now)
+        self._usage(_object(event.get("usage")))
 
     def _choices(self, choices: list[dict], now: float) -> None:
-        for choice in choices:
-            text = choice.get("text") or piece_text(choice.get("delta") or {})
+        for choice in (choice for choice in choices if isinstance(choice, dict)):
+            text = choice.get("text") or piece_text(_object(choice.get("delta")))
             if text:
                 self._outcome.pieces_at.append(now)
                 self._outcome.text += text
@@ -118,13 +120,18 @@ class AnswerReader:
         if usage:
             self._outcome.prompt_tokens = usage.get("prompt_tokens")
             self._outcome.output_tokens = usage.get("completion_tokens")
-            self._outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            self._outcome.cached_tokens = _object(usage.get("prompt_tokens_details")).get("cached_tokens")
 
 
 def piece_text(delta: dict) -> str:
     """The output in a chat's piece."""
     found = next((delta[name] for name in TEXTS if delta.get(name)), "")
     return found if isinstance(found, str) else json.dumps(found)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """`value` where it is an object, else an empty one: servers send null, and worse."""
+    return value if isinstance(value, dict) else {}
 
 
 def error_text(body: bytes) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from trainer.config.load import LoadConfig
 from trainer.evaluate.load.answer import AnswerReader, Outcome
 from trainer.evaluate.load.energy import LOCAL, EnergyMeter
-from trainer.evaluate.load.http1 import HttpError
+from trainer.evaluate.load.framing import HttpError
 from trainer.evaluate.load.probe import Server
 from trainer.evaluate.load.server_metrics import MetricsWatch
 from trainer.evaluate.load.workload import Job, Messages
@@ -141,7 +141,6 @@ async def _tick(lags_s: list[float]) -> None:
 def _no_collection() -> Iterator[None]:
     """A full garbage collection stops the client for milliseconds; what a point keeps is no garbage."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

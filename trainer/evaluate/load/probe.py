@@ -12,13 +12,15 @@ from typing import Any
 
 from trainer.config.load import LoadConfig
 from trainer.evaluate.load.answer import AnswerReader, Outcome, error_text
-from trainer.evaluate.load.http1 import Client, HttpError, Response
+from trainer.evaluate.load.client import Client
+from trainer.evaluate.load.framing import HttpError, Response
 from trainer.evaluate.load.texts import WORDS, TextMaker, from_counts
 
 RESETS = (("POST", "/reset_prefix_cache"), ("POST", "/flush_cache"))
 """vLLM's and SGLang's."""
 FIELDS = ("stream_options", "ignore_eos", "min_tokens")
-"""Left out, the last one first, if a server refuses them."""
+"""Left out if a server refuses them."""
+REFUSALS = ("http 400", "http 422")
 PROBE_TIMEOUT_S = 120.0
 """A first request may compile kernels."""
 
@@ -109,13 +111,12 @@ def _model_names(response: Response) -> list[str]:
 
 
 async def _find_fields(server: Server, config: LoadConfig) -> None:
-    """Stream two tokens, with fewer fields each time that they are refused."""
+    """Stream two tokens with all fields; if they are refused, with each alone, and go on with those that were taken."""
     wanted = [name for name in FIELDS if config.ignore_eos or name == "stream_options"]
-    for kept in (wanted, wanted[:-1], [n for n in wanted if n == "ignore_eos"], wanted[:1], []):
-        server.fields = tuple(kept)
-        outcome, response = await _stream_two(server, config)
-        if outcome.error not in ("http 400", "http 422"):
-            break
+    outcome, response = await _stream_two(server, config, wanted)
+    if outcome.error in REFUSALS:
+        taken = [name for name in wanted if (await _stream_two(server, config, [name]))[0].error not in REFUSALS]
+        outcome, response = await _stream_two(server, config, taken)
     if outcome.error is not None and outcome.error != "empty":
         _give_up(server, response, "", outcome)
         return
@@ -126,7 +127,8 @@ async def _find_fields(server: Server, config: LoadConfig) -> None:
         server.notes.append("streams tell no usage: without tokenizer= a piece with text counts as one token")
 
 
-async def _stream_two(server: Server, config: LoadConfig) -> tuple[Outcome, Response]:
+async def _stream_two(server: Server, config: LoadConfig, fields: list[str]) -> tuple[Outcome, Response]:
+    server.fields = tuple(fields)
     outcome = Outcome(due=0.0, asked_tokens=2)
     reader = AnswerReader(outcome)
     body = json.dumps(server.body(config, _prompt(server, "Once upon a time"), 2)).encode()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config.errors import require
+from trainer.config.errors import UserError, require
 
 LENGTHS = {"input_len": ("input_len", "input_length"), "output_len": ("output_len", "output_length", "max_tokens")}
 """Our names and those of published traces."""
@@ -26,8 +26,12 @@ def read_prompts(path: str, *, needs_prompt: bool, needs_timestamp: bool) -> lis
 
     raises  UserError with file and line for a row that cannot be used, or a file without rows
     """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no UTF-8: {error.reason} at byte {error.start}") from None
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             rows.append(_row(line, f"{path}, line {number}", needs_prompt, needs_timestamp))
     require(bool(rows), f"{path} has no rows; give one JSON object a line")

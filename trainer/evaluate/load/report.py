@@ -66,8 +66,10 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 
 def print_report(rows: list[dict[str, Any]], sustained: list[dict], compared: list[dict], config: LoadConfig) -> None:
     """Tables to stdout, each point's notes below."""
-    console = Console(width=160, highlight=False, soft_wrap=False)
+    console = Console(width=140, highlight=False)
     console.print(_points_table(rows))
+    if any(row["completed"] for row in rows):
+        console.print(_latency_table([row for row in rows if row["completed"]]))
     slo = ", ".join(f"{name}={bound:g}" for name, bound in config.slo.items() if bound is not None) or "none given"
     print(f"latencies count from the moment a request was due; p50 / p90 / p99 (mean). {TPOT_DEFINITION}. SLO: {slo}")
     for row in rows:
@@ -114,16 +116,22 @@ def _compared(ours: dict[str, Any], peer: dict[str, Any], name: str, share: str 
 
 
 def _points_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("server", "requests/s", "answered", *LATENCIES.values(), "req/s", "out tok/s", "tok/s", "goodput", "")
+    table = Table("server", "load, req/s", "answered", "answers/s", "output tok/s", "all tok/s", "goodput", "")
     for row in rows:
         answered = f"{row['completed']} of {row['requests']}"
         if not row["completed"]:
-            table.add_row(row["server"], row["load"], answered, *[""] * 8, _flags(row))
+            table.add_row(row["server"], row["load"], answered, *[""] * 4, _flags(row))
             continue
-        spreads = [_spread(row[name]) for name in LATENCIES]
         rates = [_number(row[name]) for name in ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")]
         goodput = "" if row["goodput"] is None else f"{row['goodput']:.0%}"
-        table.add_row(row["server"], row["load"], answered, *spreads, *rates, goodput, _flags(row))
+        table.add_row(row["server"], row["load"], answered, *rates, goodput, _flags(row))
+    return table
+
+
+def _latency_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("server", "load, req/s", *LATENCIES.values())
+    for row in rows:
+        table.add_row(row["server"], row["load"], *(_spread(row[name]) for name in LATENCIES))
     return table
 
 
@@ -175,7 +183,7 @@ def _machine_notes(row: dict[str, Any], config: LoadConfig) -> list[str]:
 
 
 def _compared_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("requests/s", "figure", "first", "", "other", "", "unit", "first / other")
+    table = Table("load, req/s", "figure", "first", "", "other", "", "unit", "first / other")
     for row in rows:
         values = [_number(row["ours"]), row["ours_name"], _number(row["peer"]), row["peer_name"]]
         table.add_row(row["load"], row["work"].removeprefix("load_"), *values, row["unit"], f"{row['ratio']:.2f}")

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from trainer.config.errors import require
 from trainer.config.load import Api, LoadConfig
-from trainer.evaluate.load.http1 import Client
+from trainer.evaluate.load.client import Client
 from trainer.evaluate.load.measures import point_figures
 from trainer.evaluate.load.notes import notes
 from trainer.evaluate.load.point import run_point
@@ -22,6 +23,11 @@ log = logging.getLogger(__name__)
 
 
 def run_load(config: LoadConfig) -> list[dict[str, Any]]:
+    """`load_servers` in an event loop of its own."""
+    return asyncio.run(load_servers(config))
+
+
+async def load_servers(config: LoadConfig) -> list[dict[str, Any]]:
     """Put every load on every server of `url` and `compare`; a row a point, in the order of the run.
 
     A server that does not answer has one row, with its error.
@@ -29,8 +35,9 @@ def run_load(config: LoadConfig) -> list[dict[str, Any]]:
     """
     workloads = Workloads(config)
     chat = config.api == Api.chat or (config.api == Api.auto and workloads.has_messages)
+    require(chat or not workloads.has_messages, "api=completions takes text, and a row has messages; use api=chat")
     maker, count = from_tokenizer(config.tokenizer, chat=chat) if config.tokenizer else (None, None)
-    return asyncio.run(_LoadTest(config, workloads, chat, maker, count).run())
+    return await _LoadTest(config, workloads, chat, maker, count).run()
 
 
 class _LoadTest:

@@ -8,7 +8,8 @@ import asyncio
 import re
 import time
 
-from trainer.evaluate.load.http1 import Client, HttpError
+from trainer.evaluate.load.client import Client
+from trainer.evaluate.load.framing import HttpError
 
 GAUGES = {
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing"),

@@ -118,12 +118,12 @@ class _Writer:
 
     def turns(self, index: int, row: PromptRow | None) -> tuple[Turn, ...]:
         """The turns of job `index`; `row` is the trace's, where there is one."""
-        output_len = self._output_len.sample(self._lengths)
+        output_len = self._output_len(self._lengths)
         if self._rows:
             row = self._rows[index % len(self._rows)] if row is None or row.prompt is None else row
         if row is not None and row.prompt is not None:
             return (Turn(self._given(row.prompt), row.output_len or output_len),)
-        input_len = self._input_len.sample(self._lengths)
+        input_len = self._input_len(self._lengths)
         if row is not None:
             input_len, output_len = row.input_len or input_len, row.output_len or output_len
         first = Turn(self._asked(self._first_text(input_len)), output_len)
@@ -136,7 +136,7 @@ class _Writer:
         return f"{self._lengths.choice(self._prefixes)} {text}" if self._prefixes else text
 
     def _next_turn(self) -> Turn:
-        input_len, output_len = (lengths.sample(self._lengths) for lengths in (self._input_len, self._output_len))
+        input_len, output_len = (length(self._lengths) for length in (self._input_len, self._output_len))
         think_s = self._config.think_time_s and self._lengths.expovariate(1 / self._config.think_time_s)
         return Turn(self._asked(self._maker.text(input_len, self._words, own=True)), output_len, think_s)
 
