@@ -38,7 +38,10 @@ PEERS = {
     "transformers": "transformers generate_batch, bfloat16",
 }
 WORKS = ("decode_1", "decode_16", "prefill_512", "generate_batch_16")
-OWN_WORKS = ("kv_waste", "prefix_ttft", "preemption", "speculation", "invariant_cost", "python_share")
+OWN_WORKS = (
+    *("kv_waste", "kv_sequences", "continuous", "prefix_ttft", "preemption", "speculation", "invariant_cost"),
+    "python_share",
+)
 
 
 def main() -> None:
@@ -111,6 +114,10 @@ def _lowbit(args: argparse.Namespace, works: list[str]) -> dict[str, Figure]:
         figures |= {f"python_share_{n}": _python_share(llm, n) for n in (1, 16)}
     if "kv_waste" in works:
         figures["kv_waste"] = _kv_waste(args)
+    if "kv_sequences" in works:
+        figures["kv_sequences_paged"], figures["kv_sequences_reserved"] = _kv_sequences(args)
+    if "continuous" in works:
+        figures |= _continuous(args)
     if "prefix_ttft" in works:
         figures["prefix_ttft_cold_s"], figures["prefix_ttft_warm_s"] = _prefix_ttft(args)
     if "preemption" in works:
@@ -281,6 +288,54 @@ def _kv_waste(args: argparse.Namespace) -> float:
         if slots:
             shares.append(1 - sum(s.num_computed_tokens for s in held) / slots)
     return statistics.mean(shares)
+
+
+def _kv_sequences(args: argparse.Namespace) -> tuple[float, float]:
+    """Sequences that run at a time in a cache of 8 x 1024 tokens: paged, and if each reserved its longest length."""
+    import random
+
+    longest, places = 1024, 8
+    bytes_a_token = 30 * 2 * 3 * 64 * 2  # layers, keys and values, heads, head_dim, bytes
+    memory = places * longest * bytes_a_token
+    llm, draw = _llm(args, max_num_seqs=64, max_model_len=longest, kv_cache_memory_bytes=memory), random.Random(0)
+    for _ in range(128):
+        _add(llm, _prompts(1, draw.randint(16, 512)), draw.randint(1, 256))
+    running = []
+    while llm.engine.has_work:
+        llm.engine.step()
+        if llm.engine.scheduler.waiting:  # as long as others wait, memory is what limits
+            running.append(sum(bool(s.block_table) for s in llm.engine.scheduler.running))
+    return statistics.mean(running), float(places)
+
+
+def _continuous(args: argparse.Namespace) -> dict[str, float]:
+    """64 requests of 32 tokens and 8 to 256 new ones, 16 at a time: as others finish, and 16 by 16 (static batches).
+
+    Tokens a second, and the time until a request is answered, p50 and p99, all of them waiting from the beginning.
+    """
+    import random
+
+    draw, figures = random.Random(0), {}
+    lengths = [draw.randint(8, 256) for _ in range(64)]
+    for name, size in (("continuous", len(lengths)), ("static", 16)):
+        llm = _llm(args)
+        _decode_rate(llm, 16)  # records the forward
+        began, ends = time.perf_counter(), []
+        for start in range(0, len(lengths), size):
+            for length in lengths[start : start + size]:
+                _add(llm, _prompts(1, PROMPT_LEN), length)
+            left = len(llm.engine.unfinished)
+            while llm.engine.has_work:
+                llm.engine.step()
+                now = len(llm.engine.unfinished)
+                ends += [time.perf_counter() - began] * (left - now)
+                left = now
+        figures[f"{name}_tokens_per_s"] = sum(lengths) / (time.perf_counter() - began)
+        figures[f"{name}_p50_s"], figures[f"{name}_p99_s"] = (
+            statistics.median(ends),
+            sorted(ends)[-1 - len(ends) // 100],
+        )
+    return figures
 
 
 def _prefix_ttft(args: argparse.Namespace) -> tuple[float, float]:
@@ -531,6 +586,13 @@ def _rows(results: dict[str, list[dict]], works: list[str]) -> list[dict]:
                 rows.append(row | {"of_limit": median("lowbit", f"{work}_of_limit")})
     if "kv_waste" in works:
         rows.append(_row("kv_waste", median("lowbit", "kv_waste"), 0.04, "the bound of arXiv:2309.06180", "share"))
+    if "kv_sequences" in works:
+        paged, reserved = median("lowbit", "kv_sequences_paged"), median("lowbit", "kv_sequences_reserved")
+        rows.append(_row("kv_sequences", paged, reserved, "each reserves its longest length", "sequences"))
+    if "continuous" in works:
+        for figure, unit in (("tokens_per_s", "tokens/s"), ("p50_s", "s"), ("p99_s", "s")):
+            ours, static = median("lowbit", f"continuous_{figure}"), median("lowbit", f"static_{figure}")
+            rows.append(_row(f"continuous_{figure}", ours, static, "ours, in static batches", unit))
     if "prefix_ttft" in works:
         warm, cold = median("lowbit", "prefix_ttft_warm_s"), median("lowbit", "prefix_ttft_cold_s")
         rows.append(_row("prefix_ttft", warm, cold, "ours, prefix unknown", "s"))

@@ -20,7 +20,11 @@ def jsonl(tmp_path_factory):
         for i in range(40)
     ]
     for i, row in enumerate(rows):
-        row |= {"chosen": row["completion"], "rejected": f"{2 * i}" * (1 + i % 4), "label": i % 3 > 0}
+        row |= {
+            "chosen": row["completion"],
+            "rejected": f"{2 * i}" * (1 + i % 4),
+            "good": i % 3 > 0,
+        }  # label would ask for kto
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -24,7 +24,7 @@ METHODS = {
     "dpo": ("conf=dpo",),
     "ipo": ("conf=dpo", "preference.loss=ipo"),
     "orpo": ("conf=orpo",),
-    "kto": ("conf=kto", "preference.desirable_weight=1.3"),
+    "kto": ("conf=kto", "data.columns.label=good", "preference.desirable_weight=1.3"),
 }
 STARTS = {
     "LoRA": (),

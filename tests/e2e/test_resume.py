@@ -85,7 +85,7 @@ def test_a_killed_run_resumes_bit_identical(tmp_path, here, jsonl, optimizer, st
         ("optim.schedule=wsd", "optim.layer_decay=0.7", "optim.lora_plus_ratio=4"),
         ("conf=full", "optim.name=muon", "optim.weight_decay=0.1", "optim.layer_decay=0.9"),
         ("preference.method=dpo", "preference.loss=ipo"),
-        ("preference.method=kto", "preference.precompute=true"),
+        ("preference.method=kto", "data.columns.label=good", "preference.precompute=true"),
     ],
 )
 def test_a_run_that_lost_its_end_resumes_bit_identical(tmp_path, here, jsonl, settings):

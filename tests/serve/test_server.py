@@ -1,5 +1,6 @@
 """The server as clients see it: the openai client over a real port, hostile bytes, clients that go away, signals."""
 
+import asyncio
 import gc
 import json
 import os
@@ -26,7 +27,7 @@ from trainer.config.errors import UserError
 from trainer.serve.config import ServeConfig
 from trainer.serve.http import api
 from trainer.serve.http.prompts import INLINE_CHARS
-from trainer.serve.http.server import create_app, serve
+from trainer.serve.http.server import Server, create_app, serve
 from trainer.sources.tiny import tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -605,6 +606,24 @@ def test_a_failed_engine_ends_the_server_with_1(tokenizer):
     engine.fail()
     assert serve(engine, ServeConfig(model="tiny", port=0, drain_s=0)) == 1
     assert engine.stopped
+
+
+def test_small_pieces_are_not_held_back(tokenizer):
+    """Nagle's algorithm would keep a token's few bytes until the client acknowledged those before: 40 ms."""
+    engine = FakeEngine(tokenizer)
+
+    async def option() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = Server(create_app(engine), engine, 1.0)
+            serving = asyncio.create_task(server.serve([listener]))
+            while not server.started:
+                await asyncio.sleep(0.005)
+            found = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            server.should_exit = True
+            await serving
+            return found
+
+    assert asyncio.run(option())
 
 
 def test_a_taken_port_is_a_users_mistake(tokenizer):

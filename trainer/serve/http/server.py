@@ -72,6 +72,8 @@ class Server(uvicorn.Server):
         self.engine_failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or []:  # what is accepted inherits it; asyncio sets it only where proto is not 0
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await super().startup(sockets)
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
