@@ -70,7 +70,7 @@ def _quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.captureWarnings(True)
-    for name in ("py.warnings", "bitsandbytes", "torchao"):  # optional kernels that are told of each time
+    for name in ("py.warnings", "bitsandbytes", "torchao", "torch.utils._pytree"):  # told of at each import
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -109,6 +109,8 @@ def prepare_data(
         log.info("data     the chat template writes the date: %s, for the whole run", config.data.date)
     if config.data.streaming:
         stream = load_stream(config.data, method, tokenizer, config.seed, opened=opened)
+        if accelerator.is_main_process:
+            list_bad_rows(stream.bad, run_dir / BAD_ROWS)
         steps = stream.steps(config.train, rank=accelerator.process_index, world_size=accelerator.num_processes)
         rows = trained_on(as_dataset(steps.sample(SAMPLE_ROWS)))
         return PreparedData(rows, stream.held_out, stream.sha256, steps)

@@ -26,6 +26,7 @@ from trainer.config.preference import Method
 from trainer.data import dataset, table
 from trainer.data.dataset import load_data, load_rows, row_lengths
 from trainer.data.rows import content_hash
+from trainer.data.streams.loading import load_stream
 from trainer.sources.tiny import tiny_model
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -437,3 +438,11 @@ def test_settings_of_another_kind_of_source(tmp_path):
         SourceConfig(path=path, name="main")
     with pytest.raises(UserError, match=r"data\.date=31\.1\.2026 is no date; write YYYY-MM-DD"):
         file(path, date="31.1.2026")
+
+
+def test_a_stream_lists_bad_rows_before_the_held_out_ones(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "", "completion": "x"}, *numbered(10))
+    config = file(path, streaming=True, eval_rows=3, on_bad_row=OnBadRow.skip)
+    stream = load_stream(config, Method.none, tokenizer, 0)
+    assert [fault.where for fault in stream.bad] == [f"{path}:1"]
+    assert [row["origin"] for row in stream.held_out] == [f"{path}:{line}" for line in (2, 3, 4)]

@@ -161,8 +161,8 @@ def open_table(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTo
     with suppress(OSError):  # another user's, or a disk that is read only
         os.utime(folder)
     table = read_table(folder)
-    _log(reader.name, table.report, config)
     judge(table, reader.name, config)
+    _log(reader.name, table.report, config)
     return table
 
 
