@@ -38,7 +38,11 @@ def figures(metrics: dict[str, Any], config: Config) -> list[Figure]:
 
     metrics  the content of metrics.json
     """
-    method = config.preference.method
+    return figures_of(metrics, config.preference.method)
+
+
+def figures_of(metrics: dict[str, Any], method: Method) -> list[Figure]:
+    """The same, where the method is all that is known of the config."""
     rows = [Figure(UNITS[method], metrics["eval_loss_base"], metrics["eval_loss"])]
     if method is Method.none:
         rows.append(Figure("perplexity", metrics["perplexity_base"], metrics["perplexity"]))

@@ -7,7 +7,7 @@ orders the rows; `PreparedData.steps` takes them once teacher and reference have
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -26,7 +26,7 @@ from trainer.data.rows import BadRow
 from trainer.data.steps import Steps, TableSteps
 from trainer.data.streams.loading import SAMPLE_ROWS, load_stream
 from trainer.data.streams.stream import StreamSteps
-from trainer.data.table import as_dataset
+from trainer.data.table import Report, as_dataset
 from trainer.sources.cache import cache_dir
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,12 @@ class PreparedData:
     """Of what is trained on and held out."""
     order: BatchPlan | StreamSteps
     """Which rows each step takes: numbers of `rows`, or a stream's own."""
+    reports: dict[str, Report] = field(default_factory=dict)
+    """What became of each source's rows; a stream has none."""
+    bad: list[BadRow] = field(default_factory=list)
+    """What was left out, as `LoadedData.bad`; of a stream `order` knows."""
+    copies: int | None = None
+    """Training rows that were dropped, for a held-out row says the same; nobody counts a stream's."""
 
     @property
     def num_steps(self) -> int:
@@ -56,7 +62,12 @@ class PreparedData:
         if isinstance(self.order, StreamSteps):
             self.order.close()
             rank = accelerator.process_index
-            list_bad_rows(self.order.bad_rows, run_dir / (f"bad_rows_{rank}.jsonl" if rank else BAD_ROWS))
+            list_bad_rows(self.bad_rows, run_dir / (f"bad_rows_{rank}.jsonl" if rank else BAD_ROWS))
+
+    @property
+    def bad_rows(self) -> list[BadRow]:
+        """What was left out so far."""
+        return self.order.bad_rows if isinstance(self.order, StreamSteps) else self.bad
 
     def steps(self, accelerator: Accelerator) -> Steps:
         """What each step trains on, from `rows` as they are now."""
@@ -99,7 +110,8 @@ def prepare_data(
     data = load_data(config.data, method, tokenizer, config.seed, opened=opened)
     if accelerator.is_main_process:
         list_bad_rows(data.bad, run_dir / BAD_ROWS)
-    return PreparedData(data.train, data.held_out, data.sha256, _plan(data, config, accelerator))
+    plan = _plan(data, config, accelerator)
+    return PreparedData(data.train, data.held_out, data.sha256, plan, data.reports, data.bad, data.copies)
 
 
 def _plan(data: LoadedData, config: Config, accelerator: Accelerator) -> BatchPlan:

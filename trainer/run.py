@@ -24,7 +24,8 @@ from trainer.config.errors import UserError, require
 from trainer.config.lora import LoraInit
 from trainer.config.preference import Method
 from trainer.config.schema import Config
-from trainer.evaluate.report import print_report
+from trainer.evaluate.report.record import begin_session
+from trainer.evaluate.report.terminal import print_report
 from trainer.evaluate.samples import Sample, rows_to_show, sample_answers
 from trainer.export.adapter import write_adapter, write_model_card
 from trainer.export.merged import merged_dtype, write_merged
@@ -34,6 +35,7 @@ from trainer.export.method import describe_method
 from trainer.export.quantized import write_quantized_card
 from trainer.figures import perplexity
 from trainer.finish import QatEnd, finish_qat
+from trainer.leave_report import leave_report
 from trainer.loop import TrainingDiverged, train
 from trainer.metrics import peak_memory_bytes
 from trainer.objective import num_targets
@@ -68,6 +70,8 @@ def finetune(config: Config) -> Result:
         run = prepare_run(config, run_dir, accelerator)
         run.state.wall_s += time.monotonic() - began
         try:
+            if accelerator.is_main_process:
+                begin_session(run_dir, step=run.state.step)
             return _train_and_finish(run)
         finally:
             run.data.close(run_dir, accelerator)
@@ -138,6 +142,7 @@ def _train_and_finish(run: PreparedRun) -> Result:
     if training.accelerator.is_main_process:
         (training.run_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         _write_cards(exports, config, metrics)
+        leave_report(run, samples)
         folders = {name: str(folder) for name, folder in exports.items()}
         print_report(metrics, samples, config, run_dir=str(training.run_dir), exports=folders)
     return Result(training.run_dir, metrics, exports, samples)

@@ -32,11 +32,12 @@ from trainer.data.inspection.kinds import Only
 from trainer.data.inspection.leaks import find_leaks
 from trainer.data.inspection.notes import notes_of
 from trainer.data.inspection.page import page, write_page
-from trainer.data.inspection.pieces import Cutter, shortened, visible
+from trainer.data.inspection.pieces import Cutter, shortened
 from trainer.data.inspection.report import inspect_rows
 from trainer.data.inspection.selecting import Shelf, is_at
 from trainer.data.inspection.terminal import Terminal
 from trainer.data.shown import MARKS
+from trainer.page.text import visible
 from trainer.sources.tiny import tiny_model
 
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "origin": Value("string")}

@@ -14,6 +14,8 @@ class EvaluateConfig:
     """Held-out prompts that base and tuned model answer side by side at the end; 0 for none."""
     max_new_tokens: int = 48
     """Longest sample answer in tokens."""
+    plots: bool = False
+    """Draw the report's charts as PNG files into `plots/` too; needs matplotlib."""
 
     def __post_init__(self) -> None:
         require(self.samples >= 0, f"evaluate.samples={self.samples}; give 0 or more")

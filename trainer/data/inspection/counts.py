@@ -44,11 +44,12 @@ def count_lengths(rows: Dataset) -> Lengths:
     return Lengths(
         *(int(lengths.sum()), int(lengths.min()), float(lengths.mean())),
         dict(zip(PERCENTILES, map(int, values), strict=True)),
-        *(int(lengths[longest]), origin, _bars(lengths)),
+        *(int(lengths[longest]), origin, bars_of(lengths)),
     )
 
 
-def _bars(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+def bars_of(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """A histogram of equal steps, as `Lengths.bars`; lengths [D] int64, one at least."""
     width = max(1, -(-int(lengths.max() + 1) // NUM_BARS))
     counts = np.bincount(lengths // width)
     return [(place * width, (place + 1) * width, int(count)) for place, count in enumerate(counts)]

@@ -5,7 +5,6 @@ word stands before it. So tokens are decoded behind the piece before them, and t
 themselves are joined to one piece.
 """
 
-import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -75,22 +74,6 @@ class Cutter:
         """What `ids` add to the text that they stand behind."""
         context, whole = self._decode(before) if before else "", self._decode((*before, *ids))
         return whole[len(context) :] if whole.startswith(context) else self._decode(ids)
-
-
-def visible(text: str) -> str:
-    """Text whose invisible characters can be seen: `‹U+202E›` for one that turns the line around.
-
-    Newlines, tabs and the joiners that emoji and some scripts are written with stay; a terminal's commands do not.
-    """
-    return "".join(char if _is_shown(char) else f"‹U+{ord(char):04X}›" for char in text)
-
-
-def _is_shown(char: str) -> bool:
-    return char in _WRITTEN or unicodedata.category(char) not in _INVISIBLE
-
-
-_WRITTEN = "\n\t\u200c\u200d"
-_INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
 
 
 def shortened(pieces: Sequence[Piece], *, max_tokens: int) -> list[Piece | int]:

@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.data.inspection.notes import notes_of
-from trainer.data.inspection.pieces import Piece, shortened, visible
+from trainer.data.inspection.pieces import Piece, shortened
 from trainer.data.inspection.report import Inspection, LeftOut
 from trainer.data.inspection.selecting import Document, ShownRow
 from trainer.data.shown import MARKS
+from trainer.page.text import visible
 
 LEARNED, READ, IDS = "bold green", "default", "dim"
 _PIPE_WIDTH = 160
