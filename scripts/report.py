@@ -1,6 +1,6 @@
 """The report of a run, made anew: one HTML file that opens offline.
 
-    python scripts/report.py run=outputs/qlora/<run>                the folder's report.html, plots/*.png with matplotlib
+    python scripts/report.py run=outputs/qlora/<run>      the folder's report.html, plots/*.png with matplotlib
     python scripts/report.py run=latest out=page.html plots=false
 
 A run writes its own at its end. This is for runs of older versions, stopped runs, and after a load test whose result

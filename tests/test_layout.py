@@ -81,7 +81,8 @@ ALLOWED = {
         *("trainer.config", "trainer.qat", "trainer.kernels", "trainer.objective", "trainer.teacher_cache"),
     },
     "trainer.chat_messages": set(),
-    "trainer.data": {"trainer.chat_messages", "trainer.config", "trainer.data", "trainer.sources"},
+    "trainer.page": {"trainer.page"},
+    "trainer.data": {"trainer.chat_messages", "trainer.config", "trainer.data", "trainer.page", "trainer.sources"},
     "trainer.optim": {"trainer.config"},
     "trainer.master_weights": {"trainer.config", "trainer.optim"},
     "trainer.metrics": {"trainer.config"},
@@ -98,8 +99,9 @@ ALLOWED = {
     },
     "trainer.evaluate": {
         *("trainer.architecture", "trainer.config", "trainer.data", "trainer.evaluate", "trainer.figures"),
-        *("trainer.linear", "trainer.lora", "trainer.metrics", "trainer.objective", "trainer.qat"),
+        *("trainer.linear", "trainer.lora", "trainer.metrics", "trainer.objective", "trainer.page", "trainer.qat"),
     },
+    "trainer.leave_report": {"trainer.evaluate", "trainer.prepare"},
     "trainer.blockwise": {
         *("trainer.blockwise", "trainer.config", "trainer.data", "trainer.fused_decoder"),
         *("trainer.linear", "trainer.objective", "trainer.qat", "trainer.quantizer"),
@@ -196,6 +198,8 @@ def test_readme_tree_is_the_disk():
         "notebooks/*.ipynb",
         "trainer/serve/http/page/*",
         "trainer/data/inspection/page.*",
+        "trainer/evaluate/report/*.css",
+        "trainer/page/*.css",
     )
     disk = {str(path.relative_to(ROOT)) for pattern in ("train.py", *product) for path in ROOT.glob(pattern)}
     assert tree == disk

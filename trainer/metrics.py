@@ -4,26 +4,40 @@ metrics.jsonl has a line a step. On resume the lines past the checkpoint are cut
 """
 
 import json
+import logging
 import os
 import resource
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainer.config.errors import UserError
 from trainer.config.schema import Config, Tracker, to_dict
 
+log = logging.getLogger(__name__)
+
+WANDB_FAULTS = (ImportError, OSError, ValueError, TypeError, AttributeError, RuntimeError)
+"""No network, no disk, no login, a version that does not fit: of a tracker none may end a run."""
+INIT_TIMEOUT_S = 30
+"""wandb waits 90 s for its server, and a run without a network would too."""
+
 
 class MetricSink(Protocol):
-    """Takes a step's numbers; `close` flushes."""
+    """Takes a step's numbers, and at the end the report; `close` flushes."""
 
     def log(self, metrics: dict[str, Any]) -> None: ...
+
+    def add_report(self, path: Path) -> None: ...
 
     def close(self) -> None: ...
 
@@ -43,6 +57,9 @@ class JsonLines:
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
 
+    def add_report(self, path: Path) -> None:
+        """It lies beside the lines already."""
+
     def close(self) -> None:
         self._file.close()
 
@@ -54,28 +71,77 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 
 
 class WandbSink:
-    """Weights & Biases; WANDB_MODE=offline needs no account. A resumed run goes on under the same id."""
+    """Weights & Biases; WANDB_MODE=offline needs no account. A resumed run goes on under the same id, and the runs of
+    a sweep are a group. A run never waits or fails for it: at the first fault it is given up with one warning."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        import wandb
+        self._run: Any = None
+        with self._giving_up("start"):
+            import wandb
 
-        id_path = run_dir / "wandb_id.txt"
-        run_id = id_path.read_text().strip() if id_path.is_file() else secrets.token_hex(4)
-        id_path.write_text(run_id + "\n")
-        self._run = wandb.init(
-            project=config.project,
-            id=run_id,
-            resume="allow",
-            name=run_dir.name,
-            dir=run_dir,
-            config=to_dict(config),
+            id_path = run_dir / "wandb_id.txt"
+            run_id = id_path.read_text().strip() if id_path.is_file() else secrets.token_hex(4)
+            self._run = wandb.init(
+                project=config.project,
+                id=run_id,
+                resume="allow",
+                group=sweep_name(),
+                name=run_dir.name,
+                dir=run_dir,
+                config=to_dict(config),
+                settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S),
+            )
+            id_path.write_text(run_id + "\n")
+
+    @contextmanager
+    def _giving_up(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except _wandb_faults() as error:
+            self._give_up(what, error)
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        self._run = None
+        said = " ".join(str(error).split())[:200]
+        log.warning(
+            "tracker  wandb cannot %s (%s: %s); the run goes on without it, and its figures are in metrics.jsonl. "
+            "`wandb login`, WANDB_MODE=offline, or tracker=tensorboard",
+            *(what, type(error).__name__, said),
         )
 
     def log(self, metrics: dict[str, Any]) -> None:
-        self._run.log(metrics, step=metrics["step"])
+        if self._run is not None:
+            with self._giving_up("log"):
+                self._run.log(metrics, step=metrics["step"])
+
+    def add_report(self, path: Path) -> None:
+        """As an artifact of the run."""
+        if self._run is None:
+            return
+        with self._giving_up("take the report"):
+            import wandb
+
+            artifact = wandb.Artifact(f"report-{self._run.id}", type="report")
+            artifact.add_file(str(path))
+            self._run.log_artifact(artifact)
 
     def close(self) -> None:
-        self._run.finish()
+        if self._run is not None:
+            with self._giving_up("finish"):
+                self._run.finish()
+
+
+def _wandb_faults() -> tuple[type[Exception], ...]:
+    """What may be raised, once wandb is imported as far as it goes: its own errors have a base of their own."""
+    own = getattr(sys.modules.get("wandb"), "Error", OSError)
+    return (*WANDB_FAULTS, own)
+
+
+def sweep_name() -> str | None:
+    """Of a job of a sweep (`--multirun`), the sweep's folder: `qlora/2026-01-31_12-00-00`; else None."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return None
+    return "/".join(Path(HydraConfig.get().sweep.dir).parts[-2:])
 
 
 class TensorboardSink:
@@ -94,6 +160,9 @@ class TensorboardSink:
         for name, value in metrics.items():
             if isinstance(value, int | float) and name != "step":
                 self._writer.add_scalar(name, value, metrics["step"])
+
+    def add_report(self, path: Path) -> None:
+        """It takes no files."""
 
     def close(self) -> None:
         self._writer.close()

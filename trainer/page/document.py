@@ -56,14 +56,14 @@ def tiles(entries: Iterable[tuple[str, object, object]]) -> str:
         f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}<small>{escaped(more)}</small></dd></div>"
         for name, value, more in entries
     )
-    return f'<dl id="counts">{"".join(parts)}</dl>'
+    return f'<dl class="counts">{"".join(parts)}</dl>'
 
 
 def table(title: str, names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table with a title; nothing where it has no rows. Cells are text; whole numbers stand to the right."""
     if not rows:
         return ""
-    head = "".join(f"<th>{escaped(name)}</th>" for name in names)
+    head = "".join(f"<th{_aligned(value)}>{escaped(name)}</th>" for name, value in zip(names, rows[0], strict=True))
     body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
     heading = f"<h2>{escaped(title)}</h2>\n" if title else ""
     return f'{heading}<div class="panel"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -71,6 +71,12 @@ def table(title: str, names: Sequence[str], rows: Sequence[Sequence[object]]) ->
 
 def cell(value: object) -> str:
     """A cell of a table."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f'<td class="number">{value:,}</td>'
-    return f"<td>{escaped(value)}</td>"
+    return f"<td{_aligned(value)}>{f'{value:,}' if _is_whole(value) else escaped(value)}</td>"
+
+
+def _aligned(value: object) -> str:
+    return ' class="number"' if _is_whole(value) else ""
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

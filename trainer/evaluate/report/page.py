@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer.config.model import ModelConfig, ModelSource, short_name
 from trainer.evaluate.report.course import course, layers, load
 from trainer.evaluate.report.gather import RunStory, gather
 from trainer.evaluate.report.origin import data, repeat, settings
@@ -36,6 +37,8 @@ def report_page(story: RunStory) -> str:
 def model_name(story: RunStory) -> str:
     """The model that was trained, as people call it."""
     source, path = story.settings.get("model.source"), story.settings.get("model.path")
+    if source == ModelSource.bundled:
+        return short_name(ModelConfig())
     return str(path or source or "run").rstrip("/").rsplit("/", 1)[-1]
 
 

@@ -48,7 +48,7 @@ def _step(span: float, most: int) -> float:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if len(decades) <= 3 else (1,)
+    factors = (1, 2, 5) if high <= 1000 * low else (1,)
     return [tick for decade in decades for factor in factors if low <= (tick := factor * 10.0**decade) <= high]
 
 
