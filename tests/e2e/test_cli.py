@@ -13,7 +13,8 @@ TINY = ("model=tiny", "data=jsonl", "data.eval_rows=4", "evaluate.max_new_tokens
 
 @pytest.mark.parametrize("recipe", sorted(recipes()))
 def test_every_recipe_runs_and_leaves_a_whole_folder(train, tmp_path, jsonl, recipe):
-    done = train(f"conf={recipe}", *TINY, f"data.path={jsonl}", "tracker=wandb")
+    labels = ("data.columns.label=good",) if recipe == "kto" else ()
+    done = train(f"conf={recipe}", *TINY, f"data.path={jsonl}", *labels, "tracker=wandb")
     (run_dir,) = (tmp_path / "outputs" / recipe).iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", run_dir.name)
     export = {"full": "export/merged", "qat": "export/quantized", "qat_blocks": "export/quantized"}.get(

@@ -28,7 +28,7 @@ MIXES = {
 
 def settings_of(kind: str = "plain", mix: str = "one") -> DataConfig:
     sources = [SourceConfig(source=DataSource.pydocs, **keys) for keys in MIXES[mix]]
-    return DataConfig(max_seq_len=64, mix=sources, **ORDERS[kind])
+    return DataConfig(source=DataSource.file, max_seq_len=64, mix=sources, **ORDERS[kind])
 
 
 def lengths_of(num_rows: int, seed: int = 0) -> np.ndarray:
@@ -86,7 +86,9 @@ def test_sources_without_weights_are_as_one_file() -> None:
 def test_units_hold_what_the_mix_takes(of: RunOrder) -> None:
     lengths = lengths_of(of.num_rows)
     seen, plain = Counter(), Counter()
-    bare = RunOrder(of._mix.sizes, lengths, DataConfig(mix=of._config.mix), of.seed, of.rows_per_step)
+    bare = RunOrder(
+        of._mix.sizes, lengths, DataConfig(source=DataSource.file, mix=of._config.mix), of.seed, of.rows_per_step
+    )
     for epoch in range(4):
         units = of.epoch(epoch)
         assert len(units) == of.num_units(epoch)
@@ -189,7 +191,13 @@ def test_a_fraction_of_an_epoch_is_whole_units() -> None:
 
 
 def test_epochs_without_rows_are_passed_over() -> None:
-    of = RunOrder([1], np.array([5]), DataConfig(mix=[SourceConfig(source=DataSource.pydocs, epochs=0.25)]), 0, 1)
+    of = RunOrder(
+        [1],
+        np.array([5]),
+        DataConfig(source=DataSource.file, mix=[SourceConfig(source=DataSource.pydocs, epochs=0.25)]),
+        0,
+        1,
+    )
     assert [of.num_units(epoch) for epoch in range(9)] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
     assert [of.place(position) for position in range(3)] == [(0, 0), (4, 0), (8, 0)]
     assert steps(plan(of, max_steps=3)) == [[[0]]] * 3

@@ -108,6 +108,7 @@ def by_hand(line: bytes) -> Any:
     ("line", "message"),
     [
         (b'{"prompt": "a", "completion" "b"}', ":2:30: broken JSON: Expecting ':' delimiter; write one complete"),
+        (b'{"a": {"b": 1, "c": 2, "b": 3}}', ":2:1: broken JSON: the key 'b' stands twice in one object"),
         (b"[" * 60_000, ":2:1: broken JSON: "),  # deeper than the parser goes
         (b'{"a": ' + b"1" * 5000 + b"}", ":2:1: broken JSON: Exceeds the limit"),  # more digits than int() takes
         (b"3", ":2: the line is a number, not an object; write one JSON object a line"),
@@ -427,7 +428,7 @@ def test_a_split_that_is_not_there(tmp_path: Path) -> None:
     fill(tmp_path, "test.jsonl", "dev.jsonl")
     with pytest.raises(UserError, match=r"data\.split=train is not in .*; its files are of test, validation; name one"):
         open_path(tmp_path)
-    with pytest.raises(UserError, match=r"data\.split=test: .*test\.jsonl is one file and has no splits"):
+    with pytest.raises(UserError, match=r"split=test: .*test\.jsonl is one file and has no splits"):
         open_path(tmp_path / "test.jsonl", split="test")
     assert split_of(Path("a.b/c.jsonl")) is None
 

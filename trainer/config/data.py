@@ -202,7 +202,15 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         key = f"data={self.source.value}"
-        if self.source is DataSource.pydocs and not self.mix:
+        require(
+            not self.mix or self.source is not DataSource.pydocs,
+            "data.mix beside data=pydocs, whose settings are made for short docstrings; add data=file",
+        )
+        require(
+            all(source.path != STDIN for source in self.mix),
+            "data.mix: path=- is standard input, which only data.path can be; write a file",
+        )
+        if self.source is DataSource.pydocs:
             require(self.path is None, f"data.path={self.path} has no effect with {key}; use data=file")
             require(self.eval_path is None, f"data.eval_path={self.eval_path} has no effect with {key}")
             mapped = [f"{name}={value}" for name, value in vars(self.columns).items() if value]
@@ -242,9 +250,7 @@ class DataConfig:
             read |= {"name", "revision"}
         instead = f"with data={self.source.value}; leave it out"
         if self.mix:
-            # conf/data/pydocs.yaml, the default, has a max_rows of its own
             read = read - {"max_rows"} | {"split", "eval_split"} if self.eval_path else set()
-            read |= {"max_rows"} if self.source is DataSource.pydocs else set()
             instead = "beside data.mix; write it into each of its sources, or leave it out"
         given = {f"data.{name}": getattr(self, name) for name in keys if name not in read}
         given |= {
@@ -279,7 +285,12 @@ class DataConfig:
             "data.mix_until=first has no effect without weights; give each source of data.mix one, or leave it out",
         )
         require(
-            not self.streaming or self.source is not DataSource.pydocs or bool(self.mix),
+            self.streaming or self.shuffle_buffer == type(self).shuffle_buffer,
+            f"data.shuffle_buffer={self.shuffle_buffer} has no effect without data.streaming=true, since a table is "
+            "shuffled as a whole; leave it out",
+        )
+        require(
+            not self.streaming or self.source is not DataSource.pydocs,
             "data.streaming=true has no effect with data=pydocs, which is small; leave it out",
         )
 

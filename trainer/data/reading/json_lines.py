@@ -46,7 +46,7 @@ class JsonLinesFile:
     def parse(self, row: RawRow) -> dict[str, Any]:
         text = decode(row.raw, row.where)
         try:
-            record = json.loads(text)
+            record = parse_json(text)
         except (ValueError, RecursionError) as error:
             what = getattr(error, "msg", str(error))
             where = f"{row.where}:{getattr(error, 'colno', 1)}"
@@ -64,6 +64,22 @@ def decode(raw: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         what = f"byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; save the file as UTF-8"
         fail(where, what, kind="not UTF-8")
+
+
+def parse_json(text: str) -> Any:
+    """json.loads, but that a key which stands twice in one object is an error: the first of the two would be lost.
+
+    raises  ValueError, RecursionError
+    """
+    return json.loads(text, object_pairs_hook=_each_key_once)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return record
 
 
 def kind(value: Any) -> str:

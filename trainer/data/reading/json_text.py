@@ -12,7 +12,7 @@ from typing import Any
 from trainer.config.errors import UserError, require
 from trainer.data.reading.byte_files import open_bytes, skip_bom
 from trainer.data.reading.json_cursor import Cursor, Place
-from trainer.data.reading.json_lines import JsonLinesFile, decode, kind
+from trainer.data.reading.json_lines import JsonLinesFile, decode, kind, parse_json
 from trainer.data.reading.raw_rows import Position, RawRow, huge
 from trainer.data.rows import fail
 
@@ -83,7 +83,7 @@ class JsonListFile:
     def parse(self, row: RawRow) -> dict[str, Any]:
         text = decode(row.raw, row.where)
         try:
-            record = json.loads(text)
+            record = parse_json(text)
         except json.JSONDecodeError as error:
             what = f"{error.msg} (line {error.lineno}, character {error.colno} of the row)"
             fail(row.where, f"broken JSON: {what}; mend it or remove the row", kind="broken JSON")
