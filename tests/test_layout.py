@@ -98,8 +98,10 @@ ALLOWED = {
         *("trainer.quantizer", "trainer.resident", "trainer.serve", "trainer.settings", "trainer.vocabulary"),
     },
     "trainer.evaluate": {
-        *("trainer.architecture", "trainer.config", "trainer.data", "trainer.evaluate", "trainer.figures"),
-        *("trainer.linear", "trainer.lora", "trainer.metrics", "trainer.objective", "trainer.page", "trainer.qat"),
+        *("trainer.architecture", "trainer.compose", "trainer.config", "trainer.data", "trainer.evaluate"),
+        *("trainer.export", "trainer.figures", "trainer.formats", "trainer.kernels", "trainer.linear", "trainer.lora"),
+        *("trainer.metrics", "trainer.model", "trainer.objective", "trainer.page", "trainer.qat", "trainer.quantizer"),
+        *("trainer.resident", "trainer.serve", "trainer.settings", "trainer.sources"),
     },
     "trainer.leave_report": {"trainer.evaluate", "trainer.prepare"},
     "trainer.blockwise": {

@@ -71,6 +71,7 @@ def load_config(*overrides: str) -> Config:
     run_dir = find_run(resume)
     then = _flat(OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml")))
     now = _compose(others) if named else _read_config(run_dir / "config.yaml", others)
+    now.data.date = now.data.date or then.get("data.date")  # of the run's first day
     for key, value in _flat(to_dict(now)).items():
         require(
             value == then.get(key) or key.startswith(CHANGEABLE_ON_RESUME),

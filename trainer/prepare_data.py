@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -22,6 +23,7 @@ from trainer.data.loader import BatchPlan
 from trainer.data.opening import OpenedSources, open_sources
 from trainer.data.ordering.order import RunOrder
 from trainer.data.reading.stdin import spool_stdin
+from trainer.data.rendering.template import writes_date
 from trainer.data.rows import BadRow
 from trainer.data.steps import Steps, TableSteps
 from trainer.data.streams.loading import SAMPLE_ROWS, load_stream
@@ -102,8 +104,13 @@ def prepare_data(
     raises  UserError about a row that cannot be trained on, unless it may be left out
     """
     method = config.preference.method
+    if config.data.date is None and writes_date(tokenizer):
+        config.data.date = date.today().isoformat()  # as config.yaml says it, or a run could not be resumed tomorrow
+        log.info("data     the chat template writes the date: %s, for the whole run", config.data.date)
     if config.data.streaming:
         stream = load_stream(config.data, method, tokenizer, config.seed, opened=opened)
+        if accelerator.is_main_process:
+            list_bad_rows(stream.bad, run_dir / BAD_ROWS)
         steps = stream.steps(config.train, rank=accelerator.process_index, world_size=accelerator.num_processes)
         rows = trained_on(as_dataset(steps.sample(SAMPLE_ROWS)))
         return PreparedData(rows, stream.held_out, stream.sha256, steps)
@@ -146,4 +153,4 @@ def list_bad_rows(bad: Sequence[BadRow], path: Path) -> None:
     lines = list(dict.fromkeys([*known, *lines]))
     if lines != known:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        log.warning("data     %d rows were left out; %s lists them", len(lines), path)
+        log.warning("data     %s lists what was left out, %d rows", path, len(lines))

@@ -26,6 +26,7 @@ from trainer.config.preference import Method
 from trainer.config.schema import Config
 from trainer.evaluate.report.record import begin_session
 from trainer.evaluate.report.terminal import print_report
+from trainer.evaluate.run_fidelity import MAX_ROWS, run_fidelity
 from trainer.evaluate.samples import Sample, rows_to_show, sample_answers
 from trainer.export.adapter import write_adapter, write_model_card
 from trainer.export.merged import merged_dtype, write_merged
@@ -140,6 +141,10 @@ def _train_and_finish(run: PreparedRun) -> Result:
     exports, qat = _export(run, eval_loss)
     metrics = _metrics(run, qat, evaluated=evaluated, wall_s=time.monotonic() - began)
     if training.accelerator.is_main_process:
+        if config.evaluate.compares:
+            some = run.data.held_out[:MAX_ROWS]["input_ids"]
+            fidelity = run_fidelity(run.model, config.model, some, seed=config.seed)
+            metrics |= {} if fidelity is None else {"fidelity": fidelity}
         (training.run_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
         _write_cards(exports, config, metrics)
         leave_report(run, samples)

@@ -136,11 +136,16 @@ def test_answers_nested_too_deeply_to_compare() -> None:
         row({"chosen": chosen, "rejected": rejected})
 
 
+@pytest.mark.parametrize(("written", "expected"), [("true", True), ("True", True), ("FALSE", False)])
+def test_a_label_of_a_csv_is_a_string(written: str, expected: bool) -> None:
+    assert row({**ANSWER, "label": written}, Method.kto).desirable is expected
+
+
 @pytest.mark.parametrize(
     ("record", "kind", "message"),
     [
         ({**ANSWER, "label": 1}, "label", "label is 1; write true for a good answer and false for a bad one"),
-        ({**ANSWER, "label": "true"}, "label", "label is 'true'; write true"),
+        ({**ANSWER, "label": "yes"}, "label", "label is 'yes'; write true"),
         ({**ANSWER, "completion": ""}, "empty", "completion is empty"),
         ({**ANSWER, "completion": [USER]}, "no assistant turn", "completion does not begin with an assistant turn"),
         ({"prompt": "Hi", "completion": "Hello"}, "shape", "no label among the fields prompt, completion"),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainer.leave_report as leaving
-from trainer import UserError, load_config
+from trainer import UserError, finetune, load_config
 from trainer.compose import save_config
 from trainer.config.schema import Tracker
 from trainer.evaluate.report import plots
@@ -22,6 +22,7 @@ from trainer.evaluate.report.answers import compared, shared_words
 from trainer.evaluate.report.charts import MAX_BUCKETS, Series, line_chart, smoothed, thinned
 from trainer.evaluate.report.comparing import compare
 from trainer.evaluate.report.gather import gather
+from trainer.evaluate.report.origin import shown
 from trainer.evaluate.report.page import report_page, write_report
 from trainer.evaluate.report.scales import Scale, duration, number
 from trainer.metrics import WandbSink, open_sinks
@@ -228,6 +229,21 @@ def test_any_file_may_be_absent_or_broken(run_dir, name):
 def test_a_run_that_was_stopped_has_a_report_too(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     assert "1 steps so far" in report_page(gather(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "null"), (True, "true"), (1, "1"), (["adapter", "merged"], "[adapter,merged]"), ("a", "a")],
+)
+def test_settings_are_written_as_one_types_them(value, text):
+    assert shown(value) == text
+
+
+def test_a_resumed_run_has_a_session_more(run):
+    folder = run("run", "train.max_steps=1").run_dir
+    finetune(load_config(f"resume={folder}", "train.max_steps=2"))
+    assert [session["step"] for session in gather(folder).sessions] == [0, 1]
+    assert "from step 1" in (folder / "report.html").read_text()
 
 
 def test_what_is_no_run_is_said(tmp_path):

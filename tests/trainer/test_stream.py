@@ -466,3 +466,10 @@ def test_int32_arrays_become_lists() -> None:
         row = steps.micro_batches(0)[0][0]
     assert type(row["input_ids"]) is list and type(row["input_ids"][0]) is int
     assert not any(isinstance(value, np.ndarray) for value in row.values())
+
+
+def test_a_sample_of_nothing_says_why() -> None:
+    config = config_of(1)
+    steps = steps_of([["same"] * 3], config, held_out=frozenset({hash_of("same")}))
+    with pytest.raises(UserError, match="of 3 so far, 3 are copies of held-out rows"):
+        steps.sample(2)

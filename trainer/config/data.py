@@ -1,6 +1,7 @@
 """`data.*`: what is trained on."""
 
 from dataclasses import dataclass, field
+from datetime import date
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,12 @@ class SourceConfig:
             self.weight is None or self.epochs is None,
             f"{shown} has weight={self.weight} and epochs={self.epochs}, which both say how often it is seen; give one",
         )
+        for name in ("name", "revision"):
+            value = getattr(self, name)
+            require(
+                value is None or self.source is DataSource.hub,
+                f"{shown} has {name}={value}, which has no effect on source={self.source.value}; leave it out",
+            )
         require_path(self, "data.mix: path")
 
 
@@ -133,10 +140,11 @@ class DataConfig:
     """file: a file (.jsonl, .json, .csv, .parquet, .txt; also .gz), a folder of such files, or - for standard input
     (JSON Lines); hub: a dataset's name."""
     eval_path: str | None = None
-    """file: the held-out file or folder. Without it the last `eval_rows` rows of a seeded shuffle are held out."""
+    """file: the held-out file or folder, of which the first `eval_rows` rows are taken. Without it the last `eval_rows`
+    rows of a seeded shuffle are held out, and of a stream the first ones."""
     format: RowFormat = RowFormat.auto
     """What a row looks like: messages, sharegpt, alpaca, prompt_completion, text or tokens; auto: as the first row
-    looks. Preferences have the columns of their method."""
+    looks. Preferences have the columns of their method. Beside data.mix: of `eval_path`; each source has its own."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     """What the file calls our fields, e.g. `data.columns.prompt=question data.columns.completion=answer`."""
     name: str | None = None
@@ -157,7 +165,7 @@ class DataConfig:
     """Weights are taken to the power of 1 / temperature; sources without a weight, beside a temperature other than 1,
     weigh what they hold rows. More than 1 brings shares closer to each other."""
     max_rows: int | None = None
-    """Use the first rows only; null for all."""
+    """Use the first rows only; null for all. Beside data.mix each source has its own."""
     eval_rows: int = 64
     """Rows held out for evaluation, at most."""
     max_seq_len: int = 512
@@ -176,6 +184,8 @@ class DataConfig:
     rewritten_history: RewrittenHistory = RewrittenHistory.split
     """Templates that show an earlier turn differently from the newest (stripped thinking, as a rule): one row for each
     turn as the server will see it (split), or error."""
+    date: str | None = None
+    """Chat templates that write today's date write this one, YYYY-MM-DD; null: today's, which the run then keeps."""
     packing: bool = False
     """Several documents in one row of up to `max_seq_len` tokens; each keeps its own attention and positions, so the
     loss is that of unpacked rows."""
@@ -213,9 +223,35 @@ class DataConfig:
             value = getattr(self, name)
             require(value is None or value > 0, f"data.{name}={value}; give at least 1")
         require(self.max_seq_len >= 8, f"data.max_seq_len={self.max_seq_len}; give at least 8 tokens")
+        require(
+            self.date is None or _is_date(self.date),
+            f"data.date={self.date} is no date; write YYYY-MM-DD, e.g. 2026-01-31",
+        )
         require(self.num_workers >= 0, f"data.num_workers={self.num_workers}; give 0 or more")
         require(self.mix_temperature > 0, f"data.mix_temperature={self.mix_temperature}; give more than 0")
+        self._require_keys_are_read()
         self._require_order_fits()
+
+    def _require_keys_are_read(self) -> None:
+        """No key that says what a source looks like is passed over."""
+        keys = ("format", "columns", "max_rows", "split", "eval_split", "name", "revision")
+        read = {"format", "columns", "max_rows"}
+        if self.source is not DataSource.pydocs:
+            read |= {"split", "eval_split"}
+        if self.source is DataSource.hub:
+            read |= {"name", "revision"}
+        instead = f"with data={self.source.value}; leave it out"
+        if self.mix:
+            # conf/data/pydocs.yaml, the default, has a max_rows of its own
+            read = read - {"max_rows"} | {"split", "eval_split"} if self.eval_path else set()
+            read |= {"max_rows"} if self.source is DataSource.pydocs else set()
+            instead = "beside data.mix; write it into each of its sources, or leave it out"
+        given = {f"data.{name}": getattr(self, name) for name in keys if name not in read}
+        given |= {
+            f"data.columns.{ours}": theirs for ours, theirs in vars(given.pop("data.columns", ColumnsConfig())).items()
+        }
+        for key, value in given.items():
+            require(value == _UNSET.get(key), f"{key}={value} has no effect {instead}")
 
     def _require_order_fits(self) -> None:
         """What gives rows an order fits together."""
@@ -271,6 +307,14 @@ class DataConfig:
         return SourceConfig(path=self.eval_path or self.path or "", **shared)
 
 
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+_UNSET = {"data.format": RowFormat.auto, "data.split": SourceConfig.split}
 _SHARED = ("source", "format", "columns", "name", "split", "revision", "max_rows")
 
 

@@ -14,8 +14,16 @@ class EvaluateConfig:
     """Held-out prompts that base and tuned model answer side by side at the end; 0 for none."""
     max_new_tokens: int = 48
     """Longest sample answer in tokens."""
+    fidelity: bool | None = None
+    """Compare the packed model of the run with the 16-bit one that it began as, on a few held-out rows, and write the
+    figures into metrics.json; null: where `samples` are wanted."""
     plots: bool = False
     """Draw the report's charts as PNG files into `plots/` too; needs matplotlib."""
+
+    @property
+    def compares(self) -> bool:
+        """`fidelity`, resolved."""
+        return self.samples > 0 if self.fidelity is None else self.fidelity
 
     def __post_init__(self) -> None:
         require(self.samples >= 0, f"evaluate.samples={self.samples}; give 0 or more")

@@ -40,7 +40,8 @@ class Config:
     resume: str | None = None
     """Go on with a run: its folder, or `latest` for the newest one below `outputs/`."""
     tracker: Tracker = Tracker.none
-    """Where metrics go besides metrics.jsonl: none, wandb or tensorboard."""
+    """Where metrics go besides metrics.jsonl: none, wandb (a sweep's runs are a group, the report is an artifact; a run
+    goes on where it cannot start; WANDB_MODE=offline needs no network) or tensorboard."""
     project: str = "lowbit"
     """wandb: the project's name."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import random
+import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -139,7 +141,8 @@ def open_table(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTo
     raises  UserError about a row that cannot be trained on, unless it may be left out
     """
     reader, source = opened.reader, opened.source
-    key = _key(opened, config, tokenizer)
+    content = reader.sha256()
+    key = _key(opened, content, config, tokenizer)
 
     def build(folder: Path) -> None:
         _forget_unused(folder.parent)
@@ -148,18 +151,24 @@ def open_table(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTo
         write_table(
             folder, tokenize_all(row_tokenizer, rows, num_workers=config.num_workers), opened.shaper.description, config
         )
+        # else the table of other rows would be found under this content's key from now on
+        require(
+            reader.sha256() == content,
+            f"{reader.name} changed while it was read; wait until nothing writes to it, and start again",
+        )
 
     folder = prepare_once(key, build, _NEEDS_BYTES, room=ROOM)
-    os.utime(folder)
+    with suppress(OSError):  # another user's, or a disk that is read only
+        os.utime(folder)
     table = read_table(folder)
-    _log(reader.name, table.report, config)
     judge(table, reader.name, config)
+    _log(reader.name, table.report, config)
     return table
 
 
-def _key(opened: OpenedSource, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def _key(opened: OpenedSource, content: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     decides = {
-        "content": opened.reader.sha256(),
+        "content": content,
         "path": opened.source.path,  # which origins begin with
         "max_rows": opened.source.max_rows,
         "max_row_bytes": config.max_row_bytes,
@@ -182,11 +191,10 @@ def _code_sha256() -> str:
 
 def _forget_unused(room: Path) -> None:
     for folder in room.glob("[!.]*"):
-        if time.time() - folder.stat().st_mtime > UNUSED_DAYS * 86400:
-            logger.info("cache    %s was not used for %d days and is removed", folder, UNUSED_DAYS)
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
+        with suppress(FileNotFoundError):  # another process removes it as well
+            if time.time() - folder.stat().st_mtime > UNUSED_DAYS * 86400:
+                logger.info("cache    %s was not used for %d days and is removed", folder, UNUSED_DAYS)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _log(name: str, report: Report, config: DataConfig) -> None:
@@ -202,6 +210,12 @@ def _log(name: str, report: Report, config: DataConfig) -> None:
             "model does not learn how they end; data.max_seq_len=%d holds the longest, data.on_long_row=skip or error",
             *(name, report.truncated_rows, report.rows, config.max_seq_len, report.lost_tokens),
             report.longest_uncut,
+        )
+    if report.special_rows:
+        logger.warning(
+            "data     %s: %d of %d rows hold special tokens in what is said (%s); a model reads them as the chat "
+            "template's own, so that turns end or begin where nobody ended them; remove them, unless they are meant",
+            *(name, report.special_rows, report.source_rows, report.special_first),
         )
     if report.bad:
         kinds = ", ".join(f"{number} {kind}" for kind, number in report.bad.items())

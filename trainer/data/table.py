@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 IGNORED = -100
 MAX_LISTED = 10_000
-"""Bad rows whose text is kept; all are counted."""
+"""Bad rows of a kind whose text is kept; all are counted."""
 LONG_ROW = "too long (skipped)"
 """The kind of what `data.on_long_row=skip` leaves out: asked for, and so never an error."""
 _WRITE_ROWS = 1024
@@ -64,6 +64,10 @@ class Report:
     """Source rows that became several."""
     duplicates: int = 0
     """Source rows that say what an earlier one says."""
+    special_rows: int = 0
+    """Source rows in which somebody says a special token."""
+    special_first: str = ""
+    """The first of them, and the token."""
     longest: int = 0
     """Tokens of the longest row."""
     longest_origin: str = ""
@@ -79,7 +83,7 @@ class Table:
     """Mapped from disk, in the source's order."""
     report: Report
     bad: list[BadRow]
-    """What was left out, at most `MAX_LISTED`."""
+    """What was left out, at most `MAX_LISTED` of a kind."""
     sha256: str
     """Of every token and label."""
 
@@ -115,6 +119,9 @@ class _Writing:
         number = self._report.source_rows - self._bad.total() - 1
         self._report.split_rows += len(result) > 1
         self._contents.append(result[0]["content"])
+        if word := result[0]["special_word"]:
+            self._report.special_rows += 1
+            self._report.special_first = self._report.special_first or f"{result[0]['origin']} says {word}"
         for row in result:
             self._count(row)
             self._buffer.append({**row, "row": number})
@@ -124,7 +131,7 @@ class _Writing:
     def _leave_out(self, fault: BadRow) -> None:
         self._first_fault = self._first_fault or fault
         self._bad[fault.kind] += 1
-        if self._bad.total() <= MAX_LISTED:
+        if self._bad[fault.kind] <= MAX_LISTED:
             line = {"kind": fault.kind, "where": fault.where, "what": fault.what}
             self._bad_file.write(json.dumps(line, ensure_ascii=False) + "\n")
         if self._bad.total() == self._report.source_rows == HOPELESS_ROWS:
@@ -142,6 +149,7 @@ class _Writing:
                 if name.endswith("labels"):
                     report.trained_tokens += int(np.count_nonzero(values != IGNORED))
         self._digest.update(bytes([row.get("desirable", 0)]))
+        del row["special_word"]
         lost = row.pop("truncated")
         report.truncated_rows += lost > 0
         report.lost_tokens += lost

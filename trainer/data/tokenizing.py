@@ -2,8 +2,9 @@
 
 Between readers.py and tokenizer_pool.py. A row of tokens is a dict of `input_ids`, `labels` (lists of int, and int32
 arrays behind the pool), `origin` (str), `content` (63 bits, equal where two source rows say the same), `truncated`
-(tokens cut off), for pairs also `rejected_input_ids` and `rejected_labels`, for labelled answers `desirable`. A source
-row may become several of them: a conversation whose template rewrites history, a long text.
+(tokens cut off), `special_word` (a special token that somebody says, or empty), for pairs also `rejected_input_ids` and
+`rejected_labels`, for labelled answers `desirable`. A source row may become several of them: a conversation whose
+template rewrites history, a long text.
 """
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config.data import DataConfig
 from trainer.data.reading.readers import RawRow, Reader
 from trainer.data.rendering.chat import Renderer, TokenizedRow
+from trainer.data.rendering.special_words import SpecialWords
 from trainer.data.rows import BadRow, Example, Labelled, Pair, Row, Tokenized, TokenRow, content_hash, fail
 from trainer.data.shaping.shapes import Shaper
 
@@ -20,13 +22,14 @@ class ExampleTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self._renderer, self._max_seq_len = Renderer(tokenizer, config), config.max_seq_len
+        self._special_words = SpecialWords(tokenizer)
 
     def __call__(self, example: Example) -> list[TokenRow]:
         """One row of tokens at least.
 
         raises  BadRow where a target, an answer or a template is missing
         """
-        content = content_hash(example)
+        shared = {"content": content_hash(example), "special_word": self._special_words.first_in(example)}
         match example:
             case Pair():
                 row = self._pair(example)
@@ -34,8 +37,8 @@ class ExampleTokenizer:
                 row = {**_columns(self._only(example.row, "the answer")), "desirable": example.desirable}
             case _:
                 parts = self._renderer.tokenize(example)
-                return [{**_columns(part), "origin": part.origin, "content": content} for part in parts]
-        return [{**row, "origin": example.origin, "content": content}]
+                return [{**_columns(part), "origin": part.origin, **shared} for part in parts]
+        return [{**row, "origin": example.origin, **shared}]
 
     def _pair(self, pair: Pair) -> TokenRow:
         chosen, rejected = self._only(pair.chosen, "chosen"), self._only(pair.rejected, "rejected")

@@ -19,6 +19,15 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
+from trainer.evaluate.token_rows import (
+    KL,
+    LOSS,
+    LOSS_ORIGINAL,
+    SAME,
+    RowCollector,
+    TokenRows,
+    compare_logits,
+)
 from trainer.objective import NextTokenLoss
 from trainer.qat.fake_quant import head_operands
 
@@ -46,6 +55,21 @@ class Fidelity:
     def flips(self) -> float:
         """Positions that changed sides."""
         return self.right_to_wrong + self.wrong_to_right
+
+    @classmethod
+    def of(cls, found: TokenRows) -> "Fidelity":
+        """From every token's own values."""
+        tokens = sum(found.counts)
+        return cls(
+            tokens=tokens,
+            perplexity_original=math.exp(found.mean(LOSS_ORIGINAL)),
+            perplexity=math.exp(found.mean(LOSS)),
+            kl=found.mean(KL),
+            kl_99=torch.quantile(found.all(KL), 0.99).item(),
+            same_token=found.mean(SAME),
+            right_to_wrong=sum(found.flips(to_right=False)) / tokens,
+            wrong_to_right=sum(found.flips(to_right=True)) / tokens,
+        )
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self)
@@ -75,24 +99,21 @@ class Original:
         return cls(states, head.clone(), ids)
 
     @torch.inference_mode()
-    def compare(self, model: nn.Module) -> Fidelity:
-        """The figures of a model that was made from the original and has its vocabulary."""
+    def tokens(self, model: nn.Module) -> TokenRows:
+        """The original and a model that was made from it and has its vocabulary, token by token."""
         objective = NextTokenLoss(model.eval())
-        sums, divergences = torch.zeros(5, dtype=torch.float64), []
-        for row, wanted_x in zip(self.rows, self.states, strict=True):
+        found = RowCollector(len(self.rows))
+        for number, (row, wanted_x) in enumerate(zip(self.rows, self.states, strict=True)):
             x, head = _operands(objective, row)
             for start in range(0, len(row) - 1, CHUNK):
                 part = slice(start, start + CHUNK)
-                targets = row[1:][part, None].to(x.device)
-                ours, wanted = _log_probs(x[part], head), _log_probs(wanted_x[part], self.head)
-                divergences.append((wanted.exp() * (wanted - ours)).sum(1).double().cpu())
-                sums += _sums(ours, wanted, targets)
-        kl = torch.cat(divergences)
-        loss, loss_original, same, broken, mended = (sums / len(kl)).tolist()
-        return Fidelity(
-            *(len(kl), math.exp(loss_original), math.exp(loss), kl.mean().item(), torch.quantile(kl, 0.99).item()),
-            *(same, broken, mended),
-        )
+                targets = row[1:][part].to(x.device)
+                found.add(number, compare_logits(x[part] @ head.T, wanted_x[part] @ self.head.T, targets))
+        return found.finish(self.rows)
+
+    def compare(self, model: nn.Module) -> Fidelity:
+        """The figures of such a model."""
+        return Fidelity.of(self.tokens(model))
 
 
 def _operands(objective: NextTokenLoss, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,24 +122,6 @@ def _operands(objective: NextTokenLoss, row: Tensor) -> tuple[Tensor, Tensor]:
     cu_seqlens = torch.tensor([0, len(row)], dtype=torch.int32, device=row.device)
     positions = torch.arange(len(row) - 1, device=row.device)
     return head_operands(objective.head, objective.hidden_states(row, cu_seqlens, positions))
-
-
-def _log_probs(hidden_states: Tensor, weight: Tensor) -> Tensor:
-    return (hidden_states @ weight.T).float().log_softmax(1)
-
-
-def _sums(ours: Tensor, wanted: Tensor, targets: Tensor) -> Tensor:
-    """Losses of both, equal likeliest tokens, right ones that became wrong, wrong ones that became right; [5]"""
-    first, wanted_first = ours.argmax(1, keepdim=True), wanted.argmax(1, keepdim=True)
-    right, was_right = first == targets, wanted_first == targets
-    parts = [
-        -ours.gather(1, targets),
-        -wanted.gather(1, targets),
-        first == wanted_first,
-        was_right & ~right,
-        right & ~was_right,
-    ]
-    return torch.stack([part.double().sum() for part in parts]).cpu()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ The forward of a small step is recorded once and replayed from then on: on a CPU
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from trainer.serve.outputs import TokenLogprob
 from trainer.serve.recording import Recordings
 from trainer.serve.sampler import SampleRow, likeliest, needs_argmax_only, prompt_logprobs, sample
 from trainer.serve.scheduler import ScheduledSequence, Step
-from trainer.serve.sequence import Sequence
+from trainer.serve.sequence import Request, Sequence
 from trainer.serve.tensor_parallel import TensorParallel
 
 MIN_RECORDED_ROWS = 32
@@ -53,6 +54,9 @@ class ModelRunner:
         max_seqs = max(max_num_seqs, self._max_recorded_rows) + 8  # padding
         self._inputs = _Inputs(max(max_num_tokens, max_seqs), max_seqs, max_blocks, decoder.device)
         self._recordings = Recordings.on(decoder.device, decoder.config.dtype) if parallel.size == 1 else None
+        self.watch: Callable[[Request, int, Tensor], None] | None = None
+        """For evaluations: is shown the request, a prompt position, and the hidden states [n, hidden_size] there and
+        behind it, before they become log-probabilities."""
 
     # ---- one step
 
@@ -117,6 +121,8 @@ class ModelRunner:
                 for begin in range(first, last, MAX_LOGIT_ROWS):
                     end = min(last, begin + MAX_LOGIT_ROWS)
                     chunk = hidden[row + begin - item.start : row + end - item.start].contiguous()
+                    if self.watch is not None:
+                        self.watch(request, begin, chunk)
                     logits = self._logits(chunk)
                     targets = item.sequence.token_ids[begin + 1 : end + 1]
                     found = prompt_logprobs(logits, targets, request.params.prompt_logprobs)

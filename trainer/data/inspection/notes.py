@@ -26,6 +26,8 @@ def _of_rows(found: Inspection) -> Iterator[str]:
         yield f"{count} {_rows(count)} left out, {kind}: {', '.join(places)}{' ...' * (count > len(places))}"
     if truncated := found.total("truncated_rows"):
         yield f"{truncated} {_rows(truncated)} cut to data.max_seq_len={found.max_seq_len}"
+    if special := found.total("special_rows"):
+        yield f"{special} {_rows(special)} hold special tokens in what is said; models read them as the template's own"
     if split := found.total("split_rows"):
         yield f"{split} source {_rows(split)} became several rows of tokens"
     if count := len(found.duplicates.rows):

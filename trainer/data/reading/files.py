@@ -43,7 +43,7 @@ def find_files(source: SourceConfig) -> list[Path]:
     )
     require(
         canonical(source.split) == "train",
-        f"data.split={source.split}: {path} is one file and has no splits; give a folder of files named by their split",
+        f"split={source.split}: {path} is one file and has no splits; give a folder of files named by their split",
     )
     return [path]
 

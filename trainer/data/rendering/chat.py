@@ -56,14 +56,18 @@ class Renderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self.tokenizer, self.config = tokenizer, config
-        self._template, self._encoder, self._endings = Template(tokenizer), Encoder(tokenizer), Endings(tokenizer)
+        self._template, self._encoder, self._endings = (
+            Template(tokenizer, config.date),
+            Encoder(tokenizer),
+            Endings(tokenizer),
+        )
         self._seen: set[tuple[Any, ...]] = set()
 
     def fingerprint(self) -> str:
         """64 hex digits, equal where equal rows become equal ids and labels.
 
-        They stand for the tokenizer, its template, the deciding keys of `data.*`, the libraries' versions, and today's
-        date where the template writes it.
+        They stand for the tokenizer, its template, the deciding keys of `data.*`, the libraries' versions, and the date
+        where the template writes it.
         """
         decides = {name: str(getattr(self.config, name)) for name in _DECIDING} | self._template.identity()
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()

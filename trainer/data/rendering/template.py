@@ -1,14 +1,14 @@
 """The chat template: a program that comes with the model, run here, and its faults told as faults of the row.
 
-Below turns.py, which compares what it writes. A template that writes today's date gets the day on which this object
-was made, so that a table that is made around midnight holds one day's prompts.
+Below turns.py, which compares what it writes. A template that writes today's date gets one day for the whole run, so
+that a table that is made around midnight holds one day's prompts, and a run that is resumed tomorrow goes on with them.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import date, datetime, time
 from importlib.metadata import version
 from typing import Any
 
@@ -25,9 +25,10 @@ _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 class Template:
     """One tokenizer's chat template, as it was when this was made."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: str | None = None) -> None:
+        """day: YYYY-MM-DD, what a template writes that writes today's date; None: today"""
         self._tokenizer = tokenizer
-        self._today = datetime.now()
+        self._day = datetime.combine(date.fromisoformat(day) if day else date.today(), time())
         self._sources: dict[bool, str] = {}
 
     def text(
@@ -70,18 +71,22 @@ class Template:
         return self._sources[bool(tools)]
 
     def _date(self, call: re.Match[str]) -> str:
-        return json.dumps(self._today.strftime(call["format"]), ensure_ascii=False)
+        return json.dumps(self._day.strftime(call["format"]), ensure_ascii=False)
 
     def identity(self) -> dict[str, Any]:
         """What decides the ids: equal for equal ids, whichever folder the tokenizer was loaded from."""
         template = json.dumps(self._tokenizer.chat_template, sort_keys=True)
-        dated = "strftime_now" in template
         return {
             "tokenizer": tokenizer_identity(self._tokenizer),
             "chat_template": template,
-            "today": self._today.date().isoformat() if dated else None,
+            "today": self._day.date().isoformat() if writes_date(self._tokenizer) else None,
             "versions": {name: version(name) for name in _LIBRARIES},
         }
+
+
+def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template asks for today's date."""
+    return "strftime_now" in json.dumps(tokenizer.chat_template)
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -47,9 +47,14 @@ def to_pair(record: dict[str, Any], names: Names, where: str) -> Pair:
     return Pair(*sides)
 
 
+_WRITTEN = {"true": True, "false": False}
+"""A label in CSV, where every value is a string."""
+
+
 def to_labelled(record: dict[str, Any], names: Names, where: str) -> Labelled:
     """See `to_pair`."""
     label = record[names["label"]]
+    label = _WRITTEN.get(label.lower(), label) if isinstance(label, str) else label
     if not isinstance(label, bool):
         what = f"{names['label']} is {shown(label)}; write true for a good answer and false for a bad one"
         fail(where, what, kind="label")

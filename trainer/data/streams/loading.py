@@ -25,7 +25,7 @@ from trainer.data.rows import BadRow, TokenRow
 from trainer.data.shown import marked
 from trainer.data.streams.interleave import HeldOut
 from trainer.data.streams.stream import StreamSteps
-from trainer.data.table import LONG_ROW, as_dataset
+from trainer.data.table import LONG_ROW, MAX_LISTED, as_dataset
 from trainer.data.tokenizing import RowTokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ class LoadedStream:
     """By source, the rows at its beginning that are held out."""
     sha256: str
     """Of what is held out, and of what makes tokens of rows; the rows themselves are hashed window by window."""
+    bad: list[BadRow]
+    """What was left out of the rows that are held out."""
     opened: OpenedSources
     tokenizers: list[RowTokenizer]
     config: DataConfig
@@ -82,15 +84,17 @@ def load_stream(
     opened = opened or open_sources(config, method)
     tokenizers = [RowTokenizer(source.reader, source.shaper, tokenizer, config) for source in opened.train]
     skip: dict[int, HeldOut] = {}
+    bad: list[BadRow] = []
     if opened.held_out is not None:
-        held_out = open_table(opened.held_out, config, tokenizer).rows
+        table = open_table(opened.held_out, config, tokenizer)
+        held_out, bad = table.rows, table.bad
     else:
         rows: list[TokenRow] = []
         for place, (source, row_tokenizer) in enumerate(zip(opened.train, tokenizers, strict=True)):
             share = max(
                 1, config.eval_rows * (place + 1) // len(tokenizers) - config.eval_rows * place // len(tokenizers)
             )
-            some, skip[place] = _first_rows(source, row_tokenizer, config, num_rows=share)
+            some, skip[place] = _first_rows(source, row_tokenizer, config, bad, num_rows=share)
             rows += some
         held_out = as_dataset(rows)
     names = ", ".join(source.reader.name for source in opened.train)
@@ -99,13 +103,13 @@ def load_stream(
     contents = frozenset(column(held_out, "content").tolist())
     held_out = trained_on(held_out)
     sha256 = _sha256(held_out, opened, Renderer(tokenizer, config))
-    return LoadedStream(held_out, contents, skip, sha256, opened, tokenizers, config, seed)
+    return LoadedStream(held_out, contents, skip, sha256, bad, opened, tokenizers, config, seed)
 
 
 def _first_rows(
-    source: OpenedSource, tokenizer: RowTokenizer, config: DataConfig, *, num_rows: int
+    source: OpenedSource, tokenizer: RowTokenizer, config: DataConfig, bad: list[BadRow], *, num_rows: int
 ) -> tuple[list[TokenRow], HeldOut]:
-    """The rows of tokens of a source's first good rows, and where they end."""
+    """The rows of tokens of a source's first good rows, and where they end; `bad` gets the others."""
     rows: list[TokenRow] = []
     good = number = 0
     for number, raw in enumerate(islice(source.reader.raw(), source.source.max_rows), start=1):
@@ -115,6 +119,8 @@ def _first_rows(
             rows += result
         elif config.on_bad_row is OnBadRow.error and result.kind != LONG_ROW:
             raise result
+        elif len(bad) < MAX_LISTED:
+            bad.append(result)
         if good == num_rows:
             return rows, HeldOut(raw.behind, number)
     require(

@@ -23,7 +23,7 @@ from trainer.config.errors import UserError, require
 from trainer.data.reading.raw_rows import Reader
 from trainer.data.rows import BadRow, TokenRow
 from trainer.data.streams.interleave import HeldOut, Interleave
-from trainer.data.streams.windows import StreamReport, Window, Windows, sift
+from trainer.data.streams.windows import StreamReport, Window, Windows, hopeless, sift
 from trainer.data.table import MAX_LISTED
 from trainer.data.tokenizer_pool import TokenizerPool, Tokenizing
 
@@ -155,8 +155,11 @@ class StreamSteps:
         interleave = Interleave(self._readers, self._config, skip=self._skip)
         with TokenizerPool(self._tokenizers, num_workers=0) as pool:
             results = pool.tokenize(iter(interleave.next_row, None))
-            rows = sift(results, self._config, self._held_out, StreamReport(), [])
-            return [_listed(row) for row, _ in zip(rows, range(num_rows), strict=False)]
+            report, bad = StreamReport(), []
+            rows = sift(results, self._config, self._held_out, report, bad)
+            some = [_listed(row) for row, _ in zip(rows, range(num_rows), strict=False)]
+        require(bool(some), hopeless(report, bad))
+        return some
 
     def close(self) -> None:
         self._windows.close()

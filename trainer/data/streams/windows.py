@@ -12,6 +12,7 @@ that always got the short last one would see its rows more often.
 """
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import CancelledError
@@ -33,6 +34,8 @@ from trainer.data.streams.interleave import Interleave
 from trainer.data.table import LONG_ROW, MAX_LISTED
 from trainer.data.tokenizer_pool import TokenizerPool
 
+logger = logging.getLogger(__name__)
+
 _COUNTS = ("window", "in_epoch", "epochs", "units")
 _TOKENS = ("input_ids", "labels", "rejected_input_ids", "rejected_labels")
 
@@ -48,6 +51,8 @@ class StreamReport:
     """Of pairs, both documents."""
     trained_tokens: int = 0
     truncated_rows: int = 0
+    special_rows: int = 0
+    """Source rows in which somebody says a special token."""
     held_out: int = 0
     """Source rows that say what a held-out row says, left out."""
     bad: dict[str, int] = field(default_factory=dict)
@@ -122,7 +127,7 @@ class Windows:
                 units = self._arrange(rows, start["window"])
                 self._units += len(units)
                 return Window(start, units, replace(self._report, bad=dict(self._report.bad)), bad)
-        raise UserError(_hopeless(self._report, bad))
+        raise UserError(hopeless(self._report, bad))
 
     def _read(self) -> Iterator[tuple[int, RawRow]]:
         """The raw rows of a window; none where an epoch turns out to be over, which is no window."""
@@ -191,9 +196,21 @@ def sift(
         elif result[0]["content"] in held_out:
             report.held_out += 1
         else:
+            _note_special_word(result[0], report)
             for row in result:
                 _count(row, report)
-                yield {name: value for name, value in row.items() if name != "truncated"}
+                yield {name: value for name, value in row.items() if name not in ("truncated", "special_word")}
+
+
+def _note_special_word(row: TokenRow, report: StreamReport) -> None:
+    if word := row.get("special_word"):
+        if not report.special_rows:
+            logger.warning(
+                "data     %s says %s, and maybe other rows do: a model reads it as the chat template's own",
+                row["origin"],
+                word,
+            )
+        report.special_rows += 1
 
 
 def _leave_out(fault: BadRow, config: DataConfig, report: StreamReport, bad: list[BadRow]) -> None:
@@ -203,10 +220,11 @@ def _leave_out(fault: BadRow, config: DataConfig, report: StreamReport, bad: lis
     if len(bad) < MAX_LISTED:
         bad.append(fault)
     if not report.rows and report.source_rows == sum(report.bad.values()) == HOPELESS_ROWS:
-        raise UserError(_hopeless(report, bad))
+        raise UserError(hopeless(report, bad))
 
 
-def _hopeless(report: StreamReport, bad: Sequence[BadRow]) -> str:
+def hopeless(report: StreamReport, bad: Sequence[BadRow]) -> str:
+    """What to say where no row is left."""
     kinds = ", ".join(f"{number} {kind}" for kind, number in report.bad.items())
     first = f"; the first: {bad[0]}" if bad else ""
     return (

@@ -189,14 +189,16 @@ def _strips(
         )
 
 
-def interval(low: float, value: float, high: float, *, scale: Scale) -> str:
-    """A value with its interval on a scale that others share."""
-    width, y = 180, 9
+def interval(low: float, value: float, high: float, *, reference: float) -> str:
+    """A value with its interval, beside the value that says that nothing differs."""
+    width, y, scale = 180, 9, Scale.of([reference, low, value, high])
+    at = 6 + scale.share(reference) * (width - 12)
     a, x, b = (6 + scale.share(each) * (width - 12) for each in (low, value, high))
     title = escaped(f"{number(value)}, {number(low)} to {number(high)}")
     return (
         f'<svg class="interval" viewBox="0 0 {width} 18" role="img" aria-label="{title}"><title>{title}</title>'
         f'<line class="grid" x1="6" x2="{width - 6}" y1="{y}" y2="{y}"/>'
+        f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="1" y2="17"/>'
         f'<line class="whisker" x1="{a:.1f}" x2="{b:.1f}" y1="{y}" y2="{y}"/>'
         f'<circle class="mark c0" cx="{x:.1f}" cy="{y}" r="3.5"/></svg>'
     )

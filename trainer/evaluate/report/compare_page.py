@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainer.evaluate.report.charts import Series, line_chart
+from trainer.evaluate.report.charts import NUM_COLOURS, Series, line_chart
 from trainer.evaluate.report.comparing import Comparison, Row
 from trainer.evaluate.report.course import losses, memory
 from trainer.evaluate.report.origin import shown
@@ -20,9 +20,11 @@ from trainer.page.text import escaped, visible
 
 def print_comparison(found: Comparison, console: Console) -> None:
     """Two tables: figures with the change against the first run, and settings that differ."""
+    console.print("final figures, and the change against the first run")
     console.print(_figures_table(found))
     if found.settings:
-        settings = _table("settings that differ", ["setting", *found.names])
+        console.print("settings that differ")
+        settings = _table(["setting", *found.names])
         for key, values in found.settings.items():
             settings.add_row(_text(key), *(_text(shown(value)) for value in values))
         console.print(settings)
@@ -31,7 +33,7 @@ def print_comparison(found: Comparison, console: Console) -> None:
 
 
 def _figures_table(found: Comparison) -> Table:
-    figures = _table("final figures, and the change against the first run", ["", *found.names], justify="right")
+    figures = _table(["", *found.names], justify="right")
     for row in found.rows:
         best = row.best()
         cells = [Text(_cell(row, place), style="bold" if place == best else "") for place in range(len(row.values))]
@@ -39,16 +41,20 @@ def _figures_table(found: Comparison) -> Table:
     return figures
 
 
-def _table(title: str, names: list[str], *, justify: Literal["left", "right"] = "left") -> Table:
-    table = Table(title=title)
+def _table(names: list[str], *, justify: Literal["left", "right"] = "left") -> Table:
+    table = Table()
     for place, name in enumerate(names):
         table.add_column(_text(name), justify=justify if place else "left")
     return table
 
 
 def _cell(row: Row, place: int) -> str:
+    return f"{_value(row, place)}  {row.change(place)}".rstrip()
+
+
+def _value(row: Row, place: int) -> str:
     value = row.values[place]
-    return "–" if value is None else f"{row.form(value)}  {row.change(place)}".rstrip()
+    return "–" if value is None else row.form(value)
 
 
 def _text(value: str) -> Text:
@@ -80,7 +86,8 @@ def _body(title: str, found: Comparison) -> Iterator[str]:
 def _row(row: Row) -> str:
     best = row.best()
     cells = "".join(
-        f'<td class="number{" best" if place == best else ""}">{escaped(_cell(row, place))}</td>'
+        f'<td class="number{" best" if place == best else ""}">{escaped(_value(row, place))}'
+        f"<small>{escaped(row.change(place))}</small></td>"
         for place in range(len(row.values))
     )
     return f"<tr><td>{escaped(row.label)}</td>{cells}</tr>"
@@ -90,11 +97,20 @@ def _charts(found: Comparison) -> Iterator[str]:
     runs = list(enumerate(zip(found.names, found.stories, strict=True)))
     pairs = [losses(story, colour=place, name=name) for place, (name, story) in runs]
     for which, title in enumerate(("training loss", "held-out loss")):
-        lines = [replace(pair[which], name=found.names[place], dashed=False) for place, pair in enumerate(pairs)]
+        lines = [
+            replace(pair[which], name=found.names[place], dashed=_dashed(place)) for place, pair in enumerate(pairs)
+        ]
         yield line_chart(title, lines)
     yield line_chart(
-        "memory so far, GiB", [Series(name, memory(story), i) for i, (name, story) in runs], from_zero=True
+        "memory so far, GiB",
+        [Series(name, memory(story), i, dashed=_dashed(i)) for i, (name, story) in runs],
+        from_zero=True,
     )
     for key, title in (("tokens_per_s", "tokens/s"), ("grad_norm", "gradient norm"), ("lr", "learning rate")):
-        lines = [Series(name, story.series(key), i, noisy=key != "lr") for i, (name, story) in runs]
+        lines = [Series(name, story.series(key), i, dashed=_dashed(i), noisy=key != "lr") for i, (name, story) in runs]
         yield line_chart(title, lines, from_zero=key != "grad_norm")
+
+
+def _dashed(place: int) -> bool:
+    """Colours come again."""
+    return place % (2 * NUM_COLOURS) >= NUM_COLOURS

@@ -119,7 +119,7 @@ def _costs(stories: Sequence[RunStory]) -> list[Row]:
         Row("steps", [_steps(story) for story in stories]),
         Row("tokens", values("tokens")),
         Row("tokens/s", values("tokens_per_s"), lower_is_better=False),
-        Row("time", values("wall_s"), duration, lower_is_better=True),
+        Row("time", values("wall_s"), duration),
         Row("peak memory", values("peak_memory_bytes"), size, lower_is_better=True),
     ]
 

@@ -89,11 +89,9 @@ def settings(story: RunStory) -> Iterator[str]:
 
 def shown(value: Any) -> str:
     """A setting as one writes it on a command line."""
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or value is True or value is False
-        else str(value)
-    )
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(map(shown, value))}]" if isinstance(value, list) else str(value)
 
 
 def repeat(story: RunStory) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Any
 from trainer.evaluate.report.answers import compared, shared_words
 from trainer.evaluate.report.charts import interval
 from trainer.evaluate.report.gather import RunStory
-from trainer.evaluate.report.scales import Scale, number
+from trainer.evaluate.report.scales import number
 from trainer.figures import Figure, figures_of
 from trainer.page.text import escaped
 
@@ -23,6 +23,8 @@ FIDELITY = {
     "perplexity_original": "perplexity of the original",
     "perplexity": "perplexity",
 }
+_ONE_IF_EQUAL = ("same_token", "perplexity_ratio")
+"""Of two models that are one these figures are 1, and the others 0."""
 
 
 def figures_or_none(story: RunStory) -> list[Figure]:
@@ -81,7 +83,8 @@ def fidelity(found: Any) -> Iterator[str]:
         for part in (str(found.get("compared", "")), f"{found['tokens']:,} tokens" if "tokens" in found else "")
         if part
     )
-    yield f'<h2>{title}</h2>\n<p class="muted">{escaped(told)}. Intervals hold 95 % where they are given.</p>'
+    note = "with 95 % intervals where they are given; the thin line is where nothing would differ"
+    yield f'<h2>{title}</h2>\n<p class="muted legend">{escaped(told)}; {note}.</p>'
     yield f'<div class="panel"><table><tbody>{rows}</tbody></table></div>'
 
 
@@ -93,7 +96,7 @@ def _fidelity_row(name: str, value: Any) -> str:
         return ""
     label, drawn, ends = FIDELITY.get(name, name.replace("_", " ")).strip(), "", ""
     if isinstance(low, int | float) and isinstance(high, int | float):
-        drawn = interval(low, value, high, scale=Scale.of([low, value, high]))
+        drawn = interval(low, value, high, reference=float(name in _ONE_IF_EQUAL))
         ends = f"{number(low)} to {number(high)}"
     return f'<tr><td>{escaped(label)}</td><td class="number">{number(value)}</td><td>{ends}</td><td>{drawn}</td></tr>'
 

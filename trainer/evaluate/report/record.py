@@ -6,6 +6,7 @@ report.json      `answers`: prompts with the held-out, the base's and the tuned 
 """
 
 import json
+import logging
 import os
 import platform
 import shlex
@@ -32,6 +33,8 @@ from trainer.evaluate.report.gather import RECORD, SESSIONS
 from trainer.evaluate.samples import Sample
 from trainer.page.document import write_whole
 
+log = logging.getLogger(__name__)
+
 PACKAGES = ("lowbit", "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "bitsandbytes")
 MAX_CHARS = 1500
 """Of a stretch of an example row."""
@@ -39,7 +42,7 @@ EXAMPLES = 2
 
 
 def begin_session(run_dir: Path, *, step: int) -> None:
-    """Add this session's line.
+    """Add this session's line; where it cannot be written, the run goes on.
 
     step  where it begins
     """
@@ -50,8 +53,11 @@ def begin_session(run_dir: Path, *, step: int) -> None:
         "versions": versions(),
         "machine": machine(),
     }
-    with (run_dir / SESSIONS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    try:
+        with (run_dir / SESSIONS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        log.warning("report   %s cannot be written: %s", run_dir / SESSIONS, error)
 
 
 def command() -> str | None:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_DECADES = 12
+_TINY = 1e-290
+"""Below it products lose their digits."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,11 @@ class Scale:
     def of(cls, values: Sequence[float], *, log: bool = False, from_zero: bool = False) -> "Scale":
         """An axis that holds finite values, with some air; log is ignored where one of them is not above 0."""
         low, high = min(values, default=0.0), max(values, default=1.0)
-        if log and low > 0:
+        if log and low > _TINY:
             return cls(low / 1.15, high * 1.15, log=True)
         low = min(0.0, low) if from_zero else low
-        air = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
+        air = 0.06 * (high - low) or 0.06 * abs(high)
+        air = air if air > _TINY else 1.0
         return cls(low if from_zero and low == 0 else low - air, high + air)
 
     def share(self, value: float) -> float:
