@@ -309,32 +309,31 @@ def _kv_sequences(args: argparse.Namespace) -> tuple[float, float]:
 
 
 def _continuous(args: argparse.Namespace) -> dict[str, float]:
-    """64 requests of 32 tokens and 8 to 256 new ones, 16 at a time: as others finish, and 16 by 16 (static batches).
+    """64 requests of 32 tokens and 8 to 256 new ones, 16 at a time, all of them waiting from the beginning.
 
-    Tokens a second, and the time until a request is answered, p50 and p99, all of them waiting from the beginning.
+    Continuous: the next joins as one finishes. Static: 16 by 16, each batch computes all its rows up to its longest
+    answer and is answered then. Tokens a second that somebody asked for, and the time until an answer is whole.
     """
     import random
 
     draw, figures = random.Random(0), {}
     lengths = [draw.randint(8, 256) for _ in range(64)]
-    for name, size in (("continuous", len(lengths)), ("static", 16)):
-        llm = _llm(args)
+    batches = [lengths[start : start + 16] for start in range(0, 64, 16)]
+    for name in ("continuous", "static"):
+        llm, ends = _llm(args), []
         _decode_rate(llm, 16)  # records the forward
-        began, ends = time.perf_counter(), []
-        for start in range(0, len(lengths), size):
-            for length in lengths[start : start + size]:
-                _add(llm, _prompts(1, PROMPT_LEN), length)
-            left = len(llm.engine.unfinished)
+        began = time.perf_counter()
+        for batch in [lengths] if name == "continuous" else batches:
+            for length in batch:
+                _add(llm, _prompts(1, PROMPT_LEN), length if name == "continuous" else max(batch))
+            left = len(batch)
             while llm.engine.has_work:
                 llm.engine.step()
                 now = len(llm.engine.unfinished)
                 ends += [time.perf_counter() - began] * (left - now)
                 left = now
         figures[f"{name}_tokens_per_s"] = sum(lengths) / (time.perf_counter() - began)
-        figures[f"{name}_p50_s"], figures[f"{name}_p99_s"] = (
-            statistics.median(ends),
-            sorted(ends)[-1 - len(ends) // 100],
-        )
+        figures |= {f"{name}_p50_s": statistics.median(ends), f"{name}_p99_s": sorted(ends)[-1 - len(ends) // 100]}
     return figures
 
 

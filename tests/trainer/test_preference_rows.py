@@ -112,7 +112,7 @@ def test_a_bad_pair_is_named(read, row, message):
     ("row", "message"),
     [
         ({**ANSWER, "label": 1}, ":2: label is 1; write true for a good answer and false for a bad one"),
-        ({**ANSWER, "label": "true"}, ":2: label is 'true'; write true"),
+        ({**ANSWER, "label": "yes"}, ":2: label is 'yes'; write true"),
         ({**ANSWER, "completion": ""}, ":2: completion is empty"),
         ({"prompt": "Hi", "completion": "Hello"}, ":2: no label among the fields prompt, completion"),
     ],
