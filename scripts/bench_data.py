@@ -9,10 +9,10 @@ Every figure is of a process of its own with one thread.
     tokenize_conversations   the same, in conversations of ten exchanges
     datasets_map             peer: what TRL's SFTTrainer does with the first file: `datasets`' JSON reader and two
                              renders a row through `map`, as it has it for prompt and completion
-    packing                  rows of about those lengths (a token a four bytes) put into rows of 2048 tokens
-    table_memory             the first on a file of --gb (made and deleted), whose rows carry 16 kB that training does not
-                             read, or reading would be minutes among hours of tokenizing: the peak beyond the process
-                             before it, beside that of a file of a twentieth
+    packing                  rows of about those lengths (four bytes a token), put into rows of 2048 tokens
+    table_memory             the first on a file of --gb (made and deleted), whose rows carry 16 kB that training does
+                             not read, or tokenizing would take hours: the peak beyond the process before it, beside
+                             that of a file of a twentieth
     text_memory              the same with nothing but rows to train on, on files of a tenth of that size
 
 Last line: JSON.
