@@ -126,7 +126,7 @@ def test_training_prefers_what_is_chosen(run, jsonl, tmp_path, name):
     """Held-out pairs of one rule (the odd number is right): the margin grows with the rewards that are learned."""
     path, rows = tmp_path / "rows.jsonl", [json.loads(line) for line in jsonl.read_text().splitlines()]
     for number, row in enumerate(rows):  # each second answer is a bad one, for KTO
-        row |= {"completion": row["rejected"] if number % 2 else row["chosen"], "label": number % 2 == 0}
+        row |= {"completion": row["rejected"] if number % 2 else row["chosen"], "good": number % 2 == 0}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     metrics = run("run", *METHODS[name], f"data.path={path}", "data.eval_rows=8", "train.max_steps=30").metrics
     assert metrics["eval_loss"] < metrics["eval_loss_base"]

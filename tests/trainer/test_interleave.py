@@ -22,10 +22,10 @@ def mixed(sizes: list[int], until: str = "all", skip: dict[int, HeldOut] | None 
     """A stream of sources a, b, ... with the settings of each in `columns`."""
     # `-` passes for a path that exists; the readers are given
     sources = [
-        SourceConfig(path="-", **{name: values[index] for name, values in columns.items()})
+        SourceConfig(source=DataSource.pydocs, **{name: values[index] for name, values in columns.items()})
         for index in range(len(sizes))
     ]
-    config = DataConfig(source=DataSource.file, mix=sources, mix_until=MixUntil(until))
+    config = DataConfig(source=DataSource.file, streaming=True, mix=sources, mix_until=MixUntil(until))
     return Interleave([reader("abcdef"[index], size) for index, size in enumerate(sizes)], config, skip=skip)
 
 
@@ -99,15 +99,17 @@ def test_first_ends_with_the_first_source() -> None:
 
 
 def test_temperature_brings_shares_closer() -> None:
-    sources = [SourceConfig(path="-", weight=weight) for weight in (9, 1)]
-    config = DataConfig(source=DataSource.file, mix=sources, mix_temperature=2.0, mix_until=MixUntil.first)
+    sources = [SourceConfig(source=DataSource.pydocs, weight=weight) for weight in (9, 1)]
+    until = {"mix_temperature": 2.0, "mix_until": MixUntil.first}
+    config = DataConfig(source=DataSource.file, streaming=True, mix=sources, **until)
     rows = epoch(Interleave([reader("a", 30), reader("b", 30)], config))
     # the square roots of 9 and 1
     assert Counter(row[0] for row in rows[:40]) == {"a": 30, "b": 10}
 
 
 def test_temperature_needs_weights() -> None:
-    config = DataConfig(source=DataSource.file, mix=[SourceConfig(path="-")] * 2, mix_temperature=2.0)
+    sources = [SourceConfig(source=DataSource.pydocs)] * 2
+    config = DataConfig(source=DataSource.file, streaming=True, mix=sources, mix_temperature=2.0)
     with pytest.raises(UserError, match=r"data.mix_temperature=2.0 needs the sizes .* data.streaming=false"):
         Interleave([reader("a", 3), reader("b", 3)], config)
 

@@ -191,4 +191,4 @@ def test_weights_far_from_the_sizes() -> None:
 )
 def test_settings_without_effect(changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        DataConfig(**changes)
+        DataConfig(source=DataSource.file, **({"path": "."} if "mix" not in changes else {}), **changes)

@@ -178,7 +178,7 @@ def test_broken_file_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 def test_missing_source(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"data=pydocs found 0 docstrings .*use a Python with its sources, or data=jsonl"
+        UserError, match=r"data=pydocs found 0 docstrings .*use a Python with its sources, or data=file"
     ):
         load_questions(eval_rows=1, folder=tmp_path)
     write_library(tmp_path, 3)

@@ -1,7 +1,7 @@
 """`data.*` that decide what is learned: turns, thinking, long rows, rewritten history; and the renderer's identity."""
 
 import pickle
-from datetime import datetime
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -390,16 +390,16 @@ def test_token_ids_that_cannot_be(tokens: tuple[list[int], list[int]], message: 
 DATED = "{{ strftime_now('%d %B %Y') }}" + CHATML
 
 
-class Tomorrow(datetime):
+class Tomorrow(date):
     @classmethod
-    def now(cls, tz: object = None) -> datetime:
-        return datetime(2031, 5, 6)
+    def today(cls) -> date:
+        return date(2031, 5, 6)
 
 
 def test_one_day_for_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer, plain = (Renderer(toy(template), DataConfig()) for template in (DATED, CHATML))
     before = renderer.tokenize(chat("a?", "b"))
-    monkeypatch.setattr(template_module, "datetime", Tomorrow)
+    monkeypatch.setattr(template_module, "date", Tomorrow)
     assert (
         renderer.tokenize(chat("a?", "b")) == pickle.loads(pickle.dumps(renderer)).tokenize(chat("a?", "b")) == before
     )

@@ -37,8 +37,8 @@ def readers_of(sources: list[list[str]]) -> list[Texts]:
 
 
 def config_of(num_sources: int, *, weights: list[float] | None = None, **settings: Any) -> DataConfig:
-    # `-` passes for a path that exists; the readers are given
-    mix = [SourceConfig(path="-", weight=weights[index] if weights else None) for index in range(num_sources)]
+    of_weights = weights or [None] * num_sources
+    mix = [SourceConfig(source=DataSource.pydocs, weight=weight) for weight in of_weights[:num_sources]]  # not read
     defaults = {"on_bad_row": OnBadRow.skip, "max_seq_len": MAX_SEQ_LEN, "shuffle_buffer": 8, "streaming": True}
     return DataConfig(source=DataSource.file, mix=mix, **{**defaults, **settings})
 

@@ -28,7 +28,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(path: Path) -> DataConfig:
-    return DataConfig(source=DataSource.file, path=str(path), max_seq_len=128, shuffle_buffer=10, packing=True)
+    streaming = {"streaming": True, "shuffle_buffer": 10}
+    return DataConfig(source=DataSource.file, path=str(path), max_seq_len=128, packing=True, **streaming)
 
 
 @pytest.fixture(scope="module")

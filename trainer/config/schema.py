@@ -91,11 +91,11 @@ class Config:
     def _require_preference_fits(self) -> None:
         """A preference method has its columns, and a reference that is the model before training."""
         preference, method = self.preference, self.preference.method
-        shared = ("prompt", "system", "tools")
+        shared = ("system", "tools")
         read = {
             Method.none: tuple(name for name in vars(self.data.columns) if name not in ("chosen", "rejected", "label")),
-            Method.kto: (*shared, "completion", "label"),
-        }.get(method, (*shared, "chosen", "rejected"))
+            Method.kto: ("prompt", "completion", "label", *shared),
+        }.get(method, ("prompt", "chosen", "rejected", *shared))
         unread = [f"{name}={value}" for name, value in vars(self.data.columns).items() if value and name not in read]
         require(
             not unread,
