@@ -4,6 +4,7 @@ Threads of several processes on the same cores wait for one another at every ker
 """
 
 import os
+import shutil
 
 import pytest
 
@@ -17,3 +18,17 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(CORES, MAX_WORKERS)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium that is on PATH, for pages of ours."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs the playwright package: pip install playwright")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        # The sandbox needs user namespaces, which containers often lack; the page is our own.
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()

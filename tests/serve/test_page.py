@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import shutil
 import threading
 import tomllib
 from fnmatch import fnmatch
@@ -179,19 +178,6 @@ def test_text_has_contrast_in_both_schemes(scheme, text, ground):
 
 
 # ---- in a browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs the playwright package: pip install playwright")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
-        # The sandbox needs user namespaces, which containers often lack; the page is our own.
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield started
-        started.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import shutil
 import unicodedata
 from collections import Counter
 from io import StringIO
@@ -522,18 +521,6 @@ def test_a_page_holds_nothing_that_a_row_could_start(shelf, tmp_path):
     assert not re.search(r"(?:https?:)?//[\w.-]+\.\w{2,}", text)
     write_page(tmp_path / "page.html", "t", shelf.inspection, [])
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs the playwright package: pip install playwright")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(params=["light", "dark"])

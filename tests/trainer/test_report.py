@@ -274,18 +274,6 @@ def test_no_module_imports_matplotlib_or_wandb_before_it_is_needed():
 # ---- in a browser
 
 
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs the playwright package: pip install playwright")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield started
-        started.close()
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_it_offline_and_runs_nothing(browser, run_dir, scheme):
     path, complaints, requests = write_report(run_dir), [], []
