@@ -348,11 +348,13 @@ def test_an_error_in_the_next_window_does_not_spoil_this_one(workers: int) -> No
 
 
 INTERRUPTED = """
+import signal
 import sys
 from multiprocessing import active_children
 from tests.trainer.letters import texts
 from tests.trainer.test_stream import config_of, steps_of, take
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
     steps = steps_of([texts("a", 2000)], config_of(1, num_workers=1, shuffle_buffer=700))
     steps.micro_batches(0)
     try:
