@@ -83,10 +83,13 @@ class TeacherCache:
 
 
 def with_places(datasets: Sequence[Dataset]) -> list[Dataset]:
-    """The tables with the column that leads into a cache over all of them, in this order."""
+    """The tables with the column that leads into a cache over all of them, in this order.
+
+    Chosen rows are copied into memory first: `datasets` would write the copy beside the table, where others read.
+    """
     ends = np.cumsum([len(dataset) for dataset in datasets])
     return [
-        dataset.add_column(COLUMN, np.arange(end - len(dataset), end))
+        dataset.flatten_indices(keep_in_memory=True).add_column(COLUMN, np.arange(end - len(dataset), end))
         for dataset, end in zip(datasets, ends, strict=True)
     ]
 

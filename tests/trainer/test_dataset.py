@@ -27,7 +27,9 @@ from trainer.data import dataset, table
 from trainer.data.dataset import load_data, load_rows, row_lengths
 from trainer.data.rows import content_hash
 from trainer.data.streams.loading import load_stream
+from trainer.sources.cache import MANIFEST
 from trainer.sources.tiny import tiny_model
+from trainer.teacher_cache import COLUMN, with_places
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 GOOD = {"prompt": "Add 1 and 1", "completion": "2"}
@@ -255,6 +257,20 @@ def test_a_table_is_made_once(load, tmp_path, cache, monkeypatch):
     again = load(config)
     assert tables(cache) == made and len(made) == 1
     assert again.train[:] == first.train[:] and again.sha256 == first.sha256
+
+
+def test_a_table_is_left_alone_by_what_trains_on_it(load, tmp_path, cache):
+    """A teacher's places are a column more; a file of theirs beside the table would make others take it for damaged."""
+    config = file(write(tmp_path / "a.jsonl", *numbered(30)))
+    data = load(config)
+    built = {path.name for path in cache.glob("*/*")}
+    train, held_out = with_places([data.train, data.held_out])
+    assert held_out[0][COLUMN] == len(train) == len(data.train)
+    assert {path.name for path in cache.glob("*/*")} == built == {"rows.arrow", "bad.jsonl", "report.json", MANIFEST}
+    (next(cache.glob("[!.]*")) / "of somebody else").write_text("x")
+    before = next(cache.glob("[!.]*/rows.arrow")).stat().st_ino
+    load(config)
+    assert next(cache.glob("[!.]*/rows.arrow")).stat().st_ino == before
 
 
 def test_whatever_decides_what_is_in_a_table_makes_another_one(load, tokenizer, tmp_path, cache):

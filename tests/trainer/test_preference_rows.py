@@ -14,7 +14,6 @@ from trainer.data.demonstration import pydocs_records
 from trainer.data.loader import group_by_length, row_len
 from trainer.data.opening import open_source, read_examples
 from trainer.data.preference import collate_labelled, collate_pairs, with_mismatched
-from trainer.data.rows import Labelled
 from trainer.model import load_model
 
 USER, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -42,84 +41,13 @@ def read(tmp_path):
     return of
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        PAIR,
-        {**PAIR, "prompt": [USER]},
-        {"prompt": [USER], "chosen": [HELLO], "rejected": [GO]},
-        {"prompt": "Hi", "chosen": [HELLO], "rejected": "Go away"},
-        {"chosen": [USER, HELLO], "rejected": [USER, GO]},
-        {"prompt": "Hi", "chosen": [USER, HELLO], "rejected": [USER, GO]},
-        {"prompt": [USER], "chosen": [USER, HELLO], "rejected": [USER, GO]},
-    ],
-)
-def test_shapes_of_a_pair(read, row):
-    (pair,) = read(row)
-    assert [pair.chosen.messages, pair.rejected.messages] == [[USER, HELLO], [USER, GO]]
-    assert (pair.chosen.prompt_len, pair.rejected.prompt_len) == (1, 1)
-    assert pair.chosen.origin.endswith("rows.jsonl:1")
-
-
-def test_columns_are_mapped(read):
-    (pair,) = read({"q": "Hi", "good": "Hello", "bad": "Go away"}, prompt="q", chosen="good", rejected="bad")
-    assert pair.chosen.messages == [USER, HELLO] and pair.rejected.messages == [USER, GO]
-    (row,) = read({"q": "Hi", "a": "Hello", "ok": False}, method=Method.kto, prompt="q", completion="a", label="ok")
-    assert row == Labelled(row.row, False) and row.row.messages == [USER, HELLO] and row.row.prompt_len == 1
-
-
 def test_texts_share_their_beginning(read, tokenizer):
     """As TRL: what both begin with is the prompt, but for a space before the answer."""
     (pair,) = read({"chosen": "Human: Hi\nBot: Hello", "rejected": "Human: Hi\nBot: Go away"})
-    assert pair.chosen.text[: pair.chosen.prompt_len] == "Human: Hi\nBot:" and pair.rejected.prompt_len == 14
     row = tokens_of([pair], tokenizer)[0]
     for prefix, answer in (("", " Hello"), ("rejected_", " Go away")):
         targets = [label for label in row[f"{prefix}labels"] if label != -100]
         assert tokenizer.decode(targets) == f"{answer}<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({**PAIR, "rejected": "Hello"}, ":2: chosen and rejected are equal, so nothing is preferred"),
-        ({**PAIR, "rejected": [HELLO]}, ":2: chosen and rejected say the same"),
-        ({**PAIR, "rejected": " "}, ":2: rejected is empty; fill it"),
-        ({**PAIR, "chosen": None}, ":2: chosen is null; write a string"),
-        ({**PAIR, "chosen": []}, ":2: chosen does not begin with an assistant turn"),
-        ({**PAIR, "prompt": []}, ":2: prompt is empty"),
-        ({"prompt": "Hi", "chosen": "Hello"}, ":2: no rejected among the fields prompt, chosen; .*data.columns.chosen"),
-        (
-            {"chosen": "Hello", "rejected": [GO]},
-            ":2: chosen is a string and rejected is a list, and there is no prompt",
-        ),
-        ({"chosen": "Hello", "rejected": "Go"}, ":2: chosen and rejected begin differently, so there is no prompt"),
-        ({"chosen": "Hello", "rejected": "Hello you"}, ":2: chosen ends where the two begin to differ"),
-        ({"chosen": [USER, HELLO], "rejected": [WHAT, GO]}, ":2: .* have different prompts: they differ in turn 0"),
-        ({"chosen": [*TURNS, USER, HELLO], "rejected": [*TURNS, WHAT, GO]}, ":2: .*different prompts: .* turn 2"),
-        (
-            {"chosen": TURNS, "rejected": [*TURNS, WHAT, GO]},
-            ":2: .* equal up to the end of chosen, whose answer is empty",
-        ),
-        ({"prompt": "Ho", "chosen": TURNS, "rejected": [USER, GO]}, ":2: prompt is not what chosen and rejected begin"),
-    ],
-)
-def test_a_bad_pair_is_named(read, row, message):
-    with pytest.raises(UserError, match=message):
-        read(PAIR, row)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({**ANSWER, "label": 1}, ":2: label is 1; write true for a good answer and false for a bad one"),
-        ({**ANSWER, "label": "yes"}, ":2: label is 'yes'; write true"),
-        ({**ANSWER, "completion": ""}, ":2: completion is empty"),
-        ({"prompt": "Hi", "completion": "Hello"}, ":2: no label among the fields prompt, completion"),
-    ],
-)
-def test_a_bad_labelled_answer_is_named(read, row, message):
-    with pytest.raises(UserError, match=message):
-        read(ANSWER, row, method=Method.kto)
 
 
 def test_only_the_answer_is_learned(read, tokenizer):
